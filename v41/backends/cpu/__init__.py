@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU backend."""
+
+from v41.backends.cpu.moe import experts
+from v41.spec.backend import Backend
+
+backend = Backend("cpu", experts=experts)

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routed experts that have rows, and only their rows."""
+
+import torch
+from torch import Tensor
+
+from v41.spec.numerics import Numerics
+from v41.spec.ops.experts import expert
+from v41.spec.table import Fp4
+from v41.spec.types import I32, Act, Wide
+
+
+def experts(
+    x: Act[Tensor, "n dim"], weights: Wide[Tensor, "n k"], ids: I32[Tensor, "n k"], w1: Fp4, w2: Fp4, w3: Fp4, *, limit: float, numerics: Numerics
+) -> Wide[Tensor, "n dim"]:
+    """The spec's sum with the experts that no row chose left out, and of the others only the rows that chose them.
+
+    Equal to it bit for bit in bfloat16, where the rows of a product do not depend on each other (docs/numerics.md 4).
+    """
+    total = torch.zeros(x.shape, dtype=numerics.wide, device=x.device)
+    for e in ids.unique().tolist():
+        row, column = (ids == e).nonzero(as_tuple=True)
+        y = expert(x[row], weights[row, column], w1, w2, w3, e, limit=limit, numerics=numerics)
+        total[row] += y.to(total.dtype)
+    return total

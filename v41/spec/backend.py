@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A backend is the spec with some of its bodies replaced."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from inspect import signature
+from typing import Any
+
+from torch import Tensor
+
+from v41.spec.ops import attend, index, mix, ngram, norm, place, pool, quant
+from v41.spec.ops import choose as choosing
+from v41.spec.ops import experts as moe
+from v41.spec.ops import linear as products
+from v41.spec.ops import rope as rotation
+
+
+def tap(name: str, tensor: Tensor) -> Tensor:
+    """The identity. Recording, bisecting and poisoning are backends that replace it; a name tapped again in a call holds further rows."""
+    return tensor
+
+
+def all_reduce(tensor: Tensor, axis: str) -> Tensor:
+    """The sum over ranks of partial sums over this rank's share of a logical axis; the identity where nothing is sharded."""
+    return tensor
+
+
+def all_gather(tensor: Tensor, axis: str, dim: int) -> Tensor:
+    """The shares of all ranks of a logical axis, side by side along dim; the identity where nothing is sharded."""
+    return tensor
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Every primitive that the model calls; the defaults are their definitions. Replace one with `dataclasses.replace`."""
+
+    name: str
+    linear: Callable = products.linear
+    plain_linear: Callable = products.plain_linear
+    wide_linear: Callable = products.wide_linear
+    grouped_linear: Callable = products.grouped_linear
+    rms_norm: Callable = norm.rms_norm
+    rope: Callable = rotation.rope
+    rope_inverse: Callable = rotation.rope_inverse
+    act_round: Callable = quant.act_round
+    index_round: Callable = quant.index_round
+    kv_round: Callable = quant.kv_round
+    sparse_attn: Callable = attend.sparse_attn
+    index_scores: Callable = index.index_scores
+    select: Callable = index.select
+    candidate_blocks: Callable = index.candidate_blocks
+    softmax_pool: Callable = pool.softmax_pool
+    hc_mixes: Callable = mix.hc_mixes
+    hc_pre: Callable = mix.hc_pre
+    hc_post: Callable = mix.hc_post
+    gate: Callable = moe.gate
+    experts: Callable = moe.experts
+    shared_expert: Callable = moe.shared_expert
+    engram_hash: Callable = ngram.engram_hash
+    engram_rows: Callable = ngram.engram_rows
+    engram_gate: Callable = ngram.engram_gate
+    embedding: Callable = place.embedding
+    write_rows: Callable = place.write_rows
+    choose: Callable = choosing.choose
+    tap: Callable = tap
+    all_reduce: Callable = all_reduce
+    all_gather: Callable = all_gather
+
+    def __post_init__(self) -> None:
+        for f in fields(self)[1:]:
+            want, got = list(signature(definition(f)).parameters), list(signature(getattr(self, f.name)).parameters)
+            if want != got:
+                raise TypeError(f"{self.name}.{f.name} takes {got}, the spec says {want}")
+
+
+def definition(field: Any) -> Callable:
+    """The spec's body of one primitive."""
+    return field.default

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Router and experts (docs/model.md 9)."""
+
+import torch
+from torch import Tensor
+
+from v41.spec.numerics import Numerics
+from v41.spec.ops.activation import sigmoid, silu, softplus
+from v41.spec.ops.index import top_k
+from v41.spec.ops.linear import linear, quantized, wide_linear
+from v41.spec.ops.norm import wide
+from v41.spec.ops.quant import dequantize
+from v41.spec.table import Fp4, Fp8
+from v41.spec.types import BF16, F32, I32, Act, Wide
+
+TINY = 1e-20
+
+
+def score(logits: Wide[Tensor, "n experts"], function: str, numerics: Numerics) -> Wide[Tensor, "n experts"]:
+    """Router scores: sqrt(softplus), sigmoid or softmax."""
+    if function == "softmax":
+        return logits.softmax(-1)
+    return sigmoid(logits, numerics) if function == "sigmoid" else softplus(logits, numerics).sqrt()
+
+
+def gate(
+    x: Act[Tensor, "n dim"],
+    weight: BF16[Tensor, "experts dim"],
+    bias: F32[Tensor, "experts"],
+    *,
+    k: int,
+    function: str,
+    normalize: bool,
+    route_scale: float,
+    numerics: Numerics,
+) -> tuple[Wide[Tensor, "n k"], I32[Tensor, "n k"]]:
+    """(weights, experts) of the k experts with the largest score + bias, in fp32.
+
+    Weights are the scores without bias, divided by their sum + 1e-20 (not for a single expert), times route_scale.
+    """
+    scores = score(wide_linear(x, weight, numerics), function, numerics)
+    experts = top_k(scores + bias.to(scores.dtype), k, numerics)
+    weights = scores.gather(-1, experts)
+    if normalize and k > 1:
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+    return weights * route_scale, experts.to(torch.int32)
+
+
+def swiglu(up: Act[Tensor, "n inter"], gate: Act[Tensor, "n inter"], limit: float, numerics: Numerics) -> Wide[Tensor, "n inter"]:
+    """silu(gate) * up in fp32; gate is clamped from above only, up on both sides; limit 0 means no clamp."""
+    up, gate = wide(up), wide(gate)
+    if limit > 0:
+        up, gate = up.clamp(-limit, limit), gate.clamp_max(limit)
+    return silu(gate, numerics) * up
+
+
+def shared_expert(x: Act[Tensor, "n dim"], w1: Fp8, w2: Fp8, w3: Fp8, *, limit: float, numerics: Numerics) -> Act[Tensor, "n dim"]:
+    """w2 (silu(w1 x) * w3 x), clamped; the product is rounded to the activation dtype before w2."""
+    hidden = swiglu(linear(x, w3, numerics), linear(x, w1, numerics), limit, numerics)
+    return linear(hidden.to(x.dtype), w2, numerics)
+
+
+def expert_weight(w: Fp4, index: int, numerics: Numerics) -> Wide[Tensor, "out in"]:
+    """One expert's dequantized matrix out of the stack."""
+    return dequantize(Fp4(w.weight[index], w.scale[index]), numerics.wide)
+
+
+def expert(
+    x: Act[Tensor, "n dim"], weight: Wide[Tensor, "n"], w1: Fp4, w2: Fp4, w3: Fp4, index: int, *, limit: float, numerics: Numerics
+) -> Act[Tensor, "n dim"]:
+    """One routed expert: the routing weight goes in before w2 and so before w2's activation rounding."""
+    gated, up = (quantized(x, expert_weight(w, index, numerics), numerics) for w in (w1, w3))
+    hidden = (weight[:, None] * swiglu(up, gated, limit, numerics)).to(x.dtype)
+    return quantized(hidden, expert_weight(w2, index, numerics), numerics)
+
+
+def experts(
+    x: Act[Tensor, "n dim"], weights: Wide[Tensor, "n k"], ids: I32[Tensor, "n k"], w1: Fp4, w2: Fp4, w3: Fp4, *, limit: float, numerics: Numerics
+) -> Wide[Tensor, "n dim"]:
+    """The sum of the routed experts in fp32, in increasing expert order. Every expert sees every row; rows not routed to it add nothing."""
+    total = torch.zeros(x.shape, dtype=numerics.wide, device=x.device)
+    for e in range(w1.weight.shape[0]):
+        here = ids == e
+        weight = torch.where(here, weights, 0).sum(-1)
+        y = expert(x, weight, w1, w2, w3, e, limit=limit, numerics=numerics)
+        total = torch.where(here.any(-1, keepdim=True), total + y.to(total.dtype), total)
+    return total

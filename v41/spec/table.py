@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One table for every tensor: a field's annotation is its dtype and logical axes, `at` its checkpoint name.
+
+`BF16[Tensor, "vocab dim"]` is one tensor. `Annotated[Fp8, "heads*head_dim q_lora"]` is a quantized weight: a tensor of codes and one
+of scales. An axis `a*b` is two logical axes in one dimension, the outer one first: that is the one which sharding may cut.
+"""
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from math import prod
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
+
+import torch
+from torch import Tensor
+
+from v41.spec.types import E4M3, E8M0, I8
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """e4m3 codes with one power-of-two scale per 32 x 32 tile: value = code * scale of its tile."""
+
+    weight: E4M3[Tensor, "out in"]
+    scale: E8M0[Tensor, "out_tiles in_tiles"]
+
+
+@dataclass(frozen=True)
+class Fp8Rows:
+    """e4m3 codes with one power-of-two scale per row and 32 columns."""
+
+    weight: E4M3[Tensor, "rows in"]
+    scale: E8M0[Tensor, "rows in_blocks"]
+
+
+@dataclass(frozen=True)
+class Fp4:
+    """Stacked e2m1 weights, two codes a byte (low nibble: even column), one power-of-two scale per row and 32 columns."""
+
+    weight: I8[Tensor, "stack out half_in"]
+    scale: E8M0[Tensor, "stack out in_blocks"]
+
+
+# What a stored dimension counts: weight dims and scale dims, each as the divisor of the logical size.
+LAYOUT: dict[type, tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]]] = {
+    Fp8: ((torch.float8_e4m3fn, (1, 1)), (torch.float8_e8m0fnu, (32, 32))),
+    Fp8Rows: ((torch.float8_e4m3fn, (1, 1)), (torch.float8_e8m0fnu, (1, 32))),
+    Fp4: ((torch.int8, (1, 1, 2)), (torch.float8_e8m0fnu, (1, 1, 32))),
+}
+
+
+class Dim(NamedTuple):
+    """One stored dimension: its logical axes, outermost first, and how many logical elements one stored element covers."""
+
+    axes: tuple[str, ...]
+    per: int = 1
+
+
+class ParamSpec(NamedTuple):
+    """One tensor of the table. `{experts}` in a name: one checkpoint tensor per index of the first dimension."""
+
+    name: str
+    dtype: torch.dtype
+    dims: tuple[Dim, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def stacked(self) -> bool:
+        return "{experts}" in self.name
+
+    def released(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of every checkpoint tensor behind this one."""
+        if not self.stacked:
+            yield self.name, self.shape
+        else:
+            for e in range(self.shape[0]):
+                yield self.name.replace("{experts}", str(e)), self.shape[1:]
+
+
+def at(name: str) -> Any:
+    """A field's checkpoint name, appended to the name of what holds it."""
+    return field(metadata={"at": name})
+
+
+def static() -> Any:
+    """A field that is structure, not data."""
+    return field(metadata={"static": True})
+
+
+def parse_axes(text: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(dim.split("*")) for dim in text.split())
+
+
+def spec_of(name: str, dtype: torch.dtype, axes: str, sizes: Mapping[str, int], per: tuple[int, ...] = ()) -> ParamSpec:
+    """The table entry of one tensor; sizes that do not divide are rounded up, as the release does."""
+    dims = tuple(Dim(a, p) for a, p in zip(parse_axes(axes), per or (1,) * len(axes.split()), strict=True))
+    shape = tuple(-(-prod(sizes[a] for a in d.axes) // d.per) for d in dims)
+    return ParamSpec(name, dtype, dims, shape)
+
+
+def without_none(kind: Any) -> Any:
+    """X of `X | None`; anything else as it is."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return next(a for a in get_args(kind) if a is not type(None))
+    return kind
+
+
+def field_specs(kind: Any, name: str, sizes: Mapping[str, int]) -> list[ParamSpec]:
+    """The tensors behind one field that holds tensors: one, or codes and scales."""
+    if get_origin(kind) is Annotated:
+        cls, axes = get_args(kind)
+        (code, per_code), (scale, per_scale) = LAYOUT[cls]
+        return [spec_of(f"{name}.weight", code, axes, sizes, per_code), spec_of(f"{name}.scale", scale, axes, sizes, per_scale)]
+    return [spec_of(name, getattr(torch, kind.dtypes[0]), kind.dim_str, sizes)]
+
+
+def holds_tensors(kind: Any) -> bool:
+    return get_origin(kind) is Annotated or hasattr(kind, "dim_str")
+
+
+def parts(cls: type) -> Iterator[tuple[str, Any, str]]:
+    """(field name, kind without None, checkpoint name) of every field that stands in the checkpoint."""
+    for f in fields(cls):
+        if "at" in f.metadata:
+            yield f.name, without_none(f.type), f.metadata["at"]
+
+
+def is_part(kind: Any) -> bool:
+    return isinstance(kind, type) and is_dataclass(kind)
