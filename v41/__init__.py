@@ -14,6 +14,8 @@ from v41.api import (
     rewind,
     step,
 )
+from v41.cache_io import load_cache, save_cache, take
+from v41.inspect_report import inspect_folder
 from v41.params_io import init_params, load_params, save_params
 from v41.spec.backend import Backend
 from v41.spec.cache import Cache
@@ -21,14 +23,21 @@ from v41.spec.config import Config
 from v41.spec.numerics import Numerics
 from v41.spec.ops.choose import Sample
 from v41.spec.params import Params
+from v41.spec.verify import Emitted, SpecState
+from v41.spec_api import init_spec, spec_step
+from v41.stream.plan import read_plan
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Backend",
     "Cache",
     "Config",
+    "Emitted",
     "Numerics",
     "Params",
     "Sample",
+    "SpecState",
     "available_backends",
     "draft",
     "embed",
@@ -36,11 +45,18 @@ __all__ = [
     "head",
     "init_cache",
     "init_params",
+    "init_spec",
     "layers",
+    "inspect_folder",
+    "load_cache",
     "load_params",
+    "read_plan",
     "record",
     "record_draft",
     "rewind",
+    "save_cache",
     "save_params",
+    "spec_step",
     "step",
+    "take",
 ]

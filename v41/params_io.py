@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters from a checkpoint folder or from the recipe, and back."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -11,16 +12,15 @@ import torch
 from torch import Tensor
 
 from v41 import recipe
-from v41.checkpoint import Folder, check_values, open_folder, write_folder
+from v41.checkpoint import Folder, check_values, open_folder, tensor_bytes, write_folder
 from v41.engram_map import default_token_map, engram_map, map_from_tokenizer
+from v41.released import DRAFT, VISION, findings
 from v41.spec.config import Config
 from v41.spec.numerics import Numerics
 from v41.spec.params import EngramMap, Params, build_params, param_specs
 from v41.spec.table import ParamSpec
 from v41.tree import leaves
 
-VISION = ("vision.", "aligner.", "image_start", "image_end", "image_newline")
-DRAFT = "mtp."
 SHARD_BYTES = 5_000_000_000
 
 
@@ -45,43 +45,59 @@ def passed_over(folder: Folder, draft: bool) -> list[PassedOver]:
 
 
 def check_folder(folder: Folder, config: Config, draft: bool = True) -> None:
-    """ValueError that names the first tensors that are missing, unknown, or of another dtype or shape than the table says."""
-    want = {name: (s.dtype, shape) for s in param_specs(config) for name, shape in s.released()}
-    skip = VISION if config.vision else ()
-    have = {n: e for n, e in folder.entries.items() if not n.startswith(skip)}
-    missing = [n for n in want if n not in have and (draft or not n.startswith(DRAFT))]
-    unknown = [n for n in have if n not in want]
-    if missing or unknown:
-        raise ValueError(f"{folder.path}: {len(missing)} tensors missing {missing[:3]}, {len(unknown)} unknown {unknown[:3]}")
-    for name, entry in have.items():
-        dtype, shape = want[name]
-        if (entry.torch_dtype, tuple(entry.shape)) != (dtype, shape):
-            raise ValueError(f"{folder.path}: {name} is {entry.torch_dtype} {list(entry.shape)}, the table says {dtype} {list(shape)}")
+    """ValueError that names the first tensors that are missing, unknown, or of another dtype or shape than the table says, and their file.
+
+    With draft=False the draft head, and always the vision part, may be absent, but only as a whole.
+    """
+    found = findings(folder, config, draft)
+    if found.missing or found.unknown:
+        stray = [f"{n} in {folder.files[n]}" for n in found.unknown[:3]]
+        raise ValueError(
+            f"{folder.path}: {len(found.missing)} tensors missing {list(found.missing[:3])}, {len(found.unknown)} unknown {stray}; "
+            f"{config.num_hidden_layers} layers by its config.json"
+        )
+    for name, reason in found.wrong:
+        raise ValueError(f"{folder.path / folder.files[name]}: {name} is {reason}")
+
+
+def read_checked(folder: Folder, name: str, out: Tensor | None = None) -> Tensor:
+    """One released tensor; ValueError with file, tensor and index for a value that none may have."""
+    tensor = folder.read(name, out)
+    check_values(f"{folder.path / folder.files[name]}: {name}", tensor)
+    return tensor
 
 
 def read_leaf(folder: Folder, spec: ParamSpec) -> Tensor:
     """One tensor of the table; a stack is read expert by expert into one buffer."""
     if not spec.stacked:
-        tensor = folder.read(spec.name)
-    else:
-        tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        for e, (name, _) in enumerate(spec.released()):
-            folder.read(name, tensor[e])
-    check_values(spec.name, tensor)
+        return read_checked(folder, spec.name)
+    tensor = torch.empty(spec.shape, dtype=spec.dtype)
+    for e, (name, _) in enumerate(spec.released()):
+        read_checked(folder, name, tensor[e])
     return tensor
 
 
-def load_params(directory: str | Path, *, numerics: Numerics | None = None, draft: bool = True) -> Params:
+def folder_map(config: Config, directory: Path, token_map: Tensor | None = None) -> EngramMap | None:
+    """What the Engram hash needs, from the folder's tokenizer.json or a token map given instead; None for a model without Engram."""
+    if not config.engram_layer_ids:
+        return None
+    return map_from_tokenizer(config, directory / "tokenizer.json") if token_map is None else engram_map(config, torch.as_tensor(token_map))
+
+
+def load_params(
+    directory: str | Path, *, numerics: Numerics | None = None, draft: bool = True, token_map: Tensor | None = None
+) -> Params:
     """The parameters of a folder in the released layout, every tensor in its stored dtype.
 
-    directory holds config.json, the shards with their index and, for a model with Engram, tokenizer.json. With draft=False the draft head
-    is passed over. Raises ValueError naming tensor and file for anything missing, unknown, or of the wrong dtype, shape or value.
+    directory holds config.json, the shards with their index and, for a model with Engram, tokenizer.json (or token_map [vocab] is given).
+    With draft=False the draft head is neither read nor needed; what is passed over: `v41.inspect_folder`, before anything is read:
+    `v41.read_plan`. Raises ValueError naming tensor and file for anything missing, unknown, or of the wrong dtype, shape or value.
     """
     directory = Path(directory)
     config = Config.from_json(directory / "config.json")
     folder = open_folder(directory)
     check_folder(folder, config, draft)
-    known = map_from_tokenizer(config, directory / "tokenizer.json") if config.engram_layer_ids else None
+    known = folder_map(config, directory, token_map)
     return build_params(config, numerics or Numerics(), lambda s: read_leaf(folder, s), known, draft)
 
 
@@ -125,3 +141,17 @@ def save_params(params: Params, directory: str | Path, *, shard_bytes: int = SHA
     part = directory / "config.json.part"
     part.write_text(text, encoding="utf-8")
     os.replace(part, directory / "config.json")
+
+
+def weights_digest(params: Params) -> str:
+    """SHA-256 over the released name, dtype, shape and bytes of every parameter, in the order of the table."""
+    total = hashlib.sha256()
+    for name, tensor in released_tensors(params):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        total.update(tensor_bytes(name, tensor))
+    return total.hexdigest()
+
+
+def tensor_digests(params: Params) -> dict[str, str]:
+    """SHA-256 of the bytes of every parameter by its released name."""
+    return {name: hashlib.sha256(tensor_bytes(name, tensor)).hexdigest() for name, tensor in released_tensors(params)}

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from v41.spec.ops import attend, index, mix, ngram, norm, place, pool, quant
+from v41.spec.ops import accept, attend, draws, index, mix, ngram, norm, place, pool, quant
 from v41.spec.ops import choose as choosing
 from v41.spec.ops import experts as moe
 from v41.spec.ops import linear as products
@@ -47,6 +47,7 @@ class Backend:
     kv_round: Callable = quant.kv_round
     sparse_attn: Callable = attend.sparse_attn
     index_scores: Callable = index.index_scores
+    seen_rows: Callable = index.seen_rows
     select: Callable = index.select
     candidate_blocks: Callable = index.candidate_blocks
     softmax_pool: Callable = pool.softmax_pool
@@ -62,6 +63,11 @@ class Backend:
     embedding: Callable = place.embedding
     write_rows: Callable = place.write_rows
     choose: Callable = choosing.choose
+    chosen_from: Callable = choosing.chosen_from
+    uniforms: Callable = draws.uniforms
+    accept_greedy: Callable = accept.accept_greedy
+    accept_token: Callable = accept.accept_token
+    accept_block: Callable = accept.accept_block
     tap: Callable = tap
     all_reduce: Callable = all_reduce
     all_gather: Callable = all_gather

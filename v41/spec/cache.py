@@ -43,6 +43,7 @@ class Cache:
 
     @property
     def batch(self) -> int:
+        """Sequences."""
         return self.length.shape[0]
 
     @property

@@ -69,16 +69,19 @@ def _select(
     iq: Tensor, iw: Tensor, keys: Tensor, visible: Tensor, candidates: Tensor | None, layer: int, config: Config, numerics: Numerics, ops: Backend
 ) -> tuple[Tensor, Tensor | None]:
     """Selection (and, at their source, candidate blocks) of some of the queries."""
-    plan, name = config.layer_plan[layer], f"layers.{layer}."
+    plan, name, rows = config.layer_plan[layer], f"layers.{layer}.", keys.shape[1]
+    keys = keys if numerics.compact else ops.seen_rows(keys, visible)
     scores = mask_rows(ops.all_reduce(ops.index_scores(iq, keys, iw, numerics), "index_heads"), visible)
     size = config.candidate_block_size
     blocks = None
     if plan.makes_candidates:
         blocks = ops.candidate_blocks(scores, visible, config.candidate_topk_blocks, size, numerics)
-        ops.tap(name + "candidates", candidate_rows(blocks, keys.shape[1], size))
+        blocks = functional.pad(blocks, (0, config.candidate_topk_blocks - blocks.shape[-1]), value=-1)
+        ops.tap(name + "candidates", candidate_rows(blocks, rows, size))
     elif plan.reads_candidates:
         scores = torch.where(candidate_rows(candidates, keys.shape[1], size), scores, -torch.inf)
-    scores = ops.tap(name + "index_score", scores)
+    unseen = rows - keys.shape[1]
+    scores = ops.tap(name + "index_score", functional.pad(scores, (0, unseen), value=-torch.inf))[..., : keys.shape[1]]
     selection = ops.select(scores, visible, config.index_topk, numerics)
     if not numerics.compact:
         selection = functional.pad(selection, (0, config.index_topk - selection.shape[-1]), value=-1)

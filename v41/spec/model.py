@@ -22,7 +22,7 @@ class Output:
     """What a step gives: logits, and the taps of the draft head's target layers."""
 
     logits: Wide[Tensor, "b rows vocab"] | None
-    hidden: Act[Tensor, "b s taps*dim"] | None
+    hidden: Act[Tensor, "b s flat"] | None
 
 
 def hash_ids(
@@ -90,7 +90,7 @@ def layers(params: Params, cache: Cache, boundary: Boundary, end: int, ops: Back
     return boundary, replace(cache, layers=tuple(states), index_slot=slot)
 
 
-def hidden(boundary: Boundary, ops: Backend) -> Act[Tensor, "b s taps*dim"] | None:
+def hidden(boundary: Boundary, ops: Backend) -> Act[Tensor, "b s flat"] | None:
     """The taps side by side; rows that are not real are zero. None for a model without a draft head."""
     if not boundary.taps:
         return None

@@ -94,7 +94,7 @@ class MoE:
 class Hyper:
     """Hyper-connection of one sublayer: projection, base and scales of its 24 mixes."""
 
-    fn: F32[Tensor, "mixes copies*dim"] = at("fn")
+    fn: Annotated[F32[Tensor, "mixes flat"], "mixes copies*dim"] = at("fn")
     base: F32[Tensor, "mixes"] = at("base")
     scale: F32[Tensor, "mix_scales"] = at("scale")
 
@@ -223,11 +223,15 @@ def build_draft(config: Config, leaf: Leaf) -> Draft | None:
 
 
 def build_params(config: Config, numerics: Numerics, leaf: Leaf, engram_map: EngramMap | None, draft: bool = True) -> Params:
-    """Params with leaf(spec) at every tensor of the table."""
-    top = {n: leaf(field_specs(Params.__annotations__[n], name, config.sizes)[0]) for n, name in TOP.items()}
+    """Params with leaf(spec) at every tensor of the table, called in the order of the fields."""
+
+    def top(field: str) -> Any:
+        return leaf(field_specs(Params.__annotations__[field], TOP[field], config.sizes)[0])
+
+    embed = top("embed")
     layers = tuple(build_layer(config, i, leaf) for i in range(config.num_hidden_layers))
-    head = build_draft(config, leaf) if draft else None
-    return Params(**top, layers=layers, draft=head, engram_map=engram_map, config=config, numerics=numerics)
+    norm, head = top("norm"), top("head")
+    return Params(embed, layers, norm, head, build_draft(config, leaf) if draft else None, engram_map, config, numerics)
 
 
 def param_specs(config: Config, draft: bool = True) -> Iterator[ParamSpec]:

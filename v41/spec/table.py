@@ -2,7 +2,8 @@
 """One table for every tensor: a field's annotation is its dtype and logical axes, `at` its checkpoint name.
 
 `BF16[Tensor, "vocab dim"]` is one tensor. `Annotated[Fp8, "heads*head_dim q_lora"]` is a quantized weight: a tensor of codes and one
-of scales. An axis `a*b` is two logical axes in one dimension, the outer one first: that is the one which sharding may cut.
+of scales. An axis `a*b` is two logical axes in one dimension, the outer one first: that is the one which sharding may cut. The shape
+checker cannot bind such an axis, so a plain tensor that has one is `Annotated[F32[Tensor, "mixes flat"], "mixes copies*dim"]`.
 """
 
 import types
@@ -37,8 +38,8 @@ class Fp8Rows:
 class Fp4:
     """Stacked e2m1 weights, two codes a byte (low nibble: even column), one power-of-two scale per row and 32 columns."""
 
-    weight: I8[Tensor, "stack out half_in"]
-    scale: E8M0[Tensor, "stack out in_blocks"]
+    weight: I8[Tensor, "*stack out half_in"]
+    scale: E8M0[Tensor, "*stack out in_blocks"]
 
 
 # What a stored dimension counts: weight dims and scale dims, each as the divisor of the logical size.
@@ -109,6 +110,8 @@ def field_specs(kind: Any, name: str, sizes: Mapping[str, int]) -> list[ParamSpe
     """The tensors behind one field that holds tensors: one, or codes and scales."""
     if get_origin(kind) is Annotated:
         cls, axes = get_args(kind)
+        if cls not in LAYOUT:
+            return [spec_of(name, getattr(torch, cls.dtypes[0]), axes, sizes)]
         (code, per_code), (scale, per_scale) = LAYOUT[cls]
         return [spec_of(f"{name}.weight", code, axes, sizes, per_code), spec_of(f"{name}.scale", scale, axes, sizes, per_scale)]
     return [spec_of(name, getattr(torch, kind.dtypes[0]), kind.dim_str, sizes)]

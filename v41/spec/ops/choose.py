@@ -28,15 +28,24 @@ def greedy(logits: Wide[Tensor, "b vocab"]) -> I32[Tensor, "b"]:
 def distribution(logits: Wide[Tensor, "b vocab"], temperature: F32[Tensor, "b"], top_p: F32[Tensor, "b"]) -> Wide[Tensor, "b vocab"]:
     """softmax(logits / temperature) on the smallest set of best tokens whose probability reaches top_p, renormalized.
 
-    The best token always stays; equal probabilities enter lower id first.
+    The best token always stays; equal probabilities enter lower id first. A top_p of 1 keeps every token, whatever the sums round to.
     """
     p = (logits / temperature.clamp_min(COLDEST)[:, None]).softmax(-1)
     order = p.sort(dim=-1, descending=True, stable=True)
     before = order.values.cumsum(-1) - order.values
-    kept = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order.indices, before < top_p[:, None])
+    inside = (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    kept = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order.indices, inside)
     kept = kept | (torch.arange(p.shape[-1], device=p.device) == order.indices[:, :1])
     p = torch.where(kept, p, 0)
     return p / p.sum(-1, keepdim=True)
+
+
+def chosen_from(logits: Wide[Tensor, "b n vocab"], temperature: F32[Tensor, "b"], top_p: F32[Tensor, "b"]) -> Wide[Tensor, "b n vocab"]:
+    """What a token of each row is drawn from: its `distribution`, or all on the best token where the temperature is 0."""
+    rows, n = logits.flatten(0, 1), logits.shape[1]
+    heat, most = (t[:, None].expand(-1, n).flatten() for t in (temperature, top_p))
+    best = torch.arange(rows.shape[-1], device=rows.device) == greedy(rows)[:, None]
+    return torch.where((heat > 0)[:, None], distribution(rows, heat, most), best.to(rows.dtype)).view(logits.shape)
 
 
 def draw(p: Wide[Tensor, "b vocab"], uniform: F32[Tensor, "b"]) -> I32[Tensor, "b"]:

@@ -30,7 +30,22 @@ def top_k(scores: Act[Tensor, "*rows t"] | Wide[Tensor, "*rows t"], k: int, nume
     """Indices of the k best, best first. The lower index wins a tie; in `released` torch.topk's choice stands."""
     if numerics.compact:
         return scores.topk(k, dim=-1).indices
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    if scores.dtype == torch.float64:
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    count = scores.shape[-1]
+    later = torch.arange(count - 1, -1, -1, device=scores.device)
+    return ((ordered(scores).long() << 32) | later).topk(k, dim=-1).indices
+
+
+def ordered(x: Act[Tensor, "*n"] | Wide[Tensor, "*n"]) -> I32[Tensor, "*n"]:
+    """Integers in the order of x, which fits float32; 0 and -0 are one."""
+    bits = (x.float() + 0.0).view(torch.int32)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def seen_rows(keys: Act[Tensor, "b t index_dim"], visible: I32[Tensor, "b s"]) -> Act[Tensor, "b n index_dim"]:
+    """The leading key rows that some of these queries may see. The whole buffer will do; a backend that may read values takes fewer."""
+    return keys
 
 
 def select(scores: Scores, visible: I32[Tensor, "b s"], k: int, numerics: Numerics) -> I32[Tensor, "b s k"]:

@@ -34,7 +34,7 @@ def engram_hash(
     return (torch.cat(rows, -1) + offsets).to(torch.int32)
 
 
-def engram_rows(table: Fp8Rows, hash_ids: I32[Tensor, "b s columns"], numerics: Numerics) -> Act[Tensor, "b s columns*engram_dim"]:
+def engram_rows(table: Fp8Rows, hash_ids: I32[Tensor, "b s columns"], numerics: Numerics) -> Act[Tensor, "b s flat"]:
     """The rows read by each position, dequantized, columns concatenated."""
     found = Fp8Rows(table.weight[hash_ids.flatten()], table.scale.view(torch.uint8)[hash_ids.flatten()].view(torch.float8_e8m0fnu))
     return dequantize(found, numerics.act).view(*hash_ids.shape[:2], -1)

@@ -27,10 +27,8 @@ def scale_byte(scale: F32[Tensor, "*blocks"]) -> E8M0[Tensor, "*blocks"]:
 
 
 def scale_value(scale: E8M0[Tensor, "*blocks"]) -> F32[Tensor, "*blocks"]:
-    """2^(byte - 127); byte 0 is 2^-127, a subnormal of fp32."""
-    byte = scale.view(torch.uint8).to(torch.int32)
-    bits = torch.where(byte == 0, 0x400000, byte << 23)
-    return bits.view(torch.float32)
+    """2^(byte - 127), exact; byte 0 is 2^-127, a subnormal of fp32."""
+    return scale.float()
 
 
 def blocks_of(x: Act[Tensor, "*rows n"], size: int) -> F32[Tensor, "*rows blocks size"]:
@@ -39,16 +37,21 @@ def blocks_of(x: Act[Tensor, "*rows n"], size: int) -> F32[Tensor, "*rows blocks
 
 def act_quant(x: Act[Tensor, "*rows n"]) -> tuple[E4M3[Tensor, "*rows n"], E8M0[Tensor, "*rows blocks"]]:
     """fp8 codes of an activation, groups of 32: s = P2(max(amax, 1e-4), 448), q = e4m3(clamp(x / s, -448, 448)), to nearest even."""
+    codes, scale = act_codes(x)
+    return codes.flatten(-2), scale_byte(scale)
+
+
+def act_codes(x: Act[Tensor, "*rows n"]) -> tuple[E4M3[Tensor, "*rows blocks 32"], F32[Tensor, "*rows blocks"]]:
+    """The codes of `act_quant` by block, and their scales as numbers."""
     blocks = blocks_of(x, BLOCK)
     scale = pow2_scale(blocks.abs().amax(-1).clamp_min(1e-4), E4M3_MAX)
-    codes = (blocks / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return codes.flatten(-2), scale_byte(scale)
+    return (blocks / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
 def act_round(x: Act[Tensor, "*rows n"]) -> Act[Tensor, "*rows n"]:
     """The round trip of `act_quant`; exact in bfloat16, since a code has 4 significant bits."""
-    codes, scale = act_quant(x)
-    return (blocks_of(codes.float(), BLOCK) * scale_value(scale)[..., None]).flatten(-2).to(x.dtype)
+    codes, scale = act_codes(x)
+    return (codes.float() * scale[..., None]).flatten(-2).to(x.dtype)
 
 
 def e2m1_round(v: F32[Tensor, "*n"]) -> F32[Tensor, "*n"]:
@@ -94,10 +97,10 @@ def kv_round(x: Act[Tensor, "*rows n"]) -> Act[Tensor, "*rows n"]:
 
 
 def e2m1_unpack(packed: I8[Tensor, "*rows half"], dtype: torch.dtype) -> Act[Tensor, "*rows 2*half"]:
-    """Values of packed codes; code 8 is +0, as in the release's table."""
-    table = torch.tensor(E2M1 + (0.0,) + tuple(-v for v in E2M1[1:]), dtype=dtype, device=packed.device)
-    byte = packed.view(torch.uint8).to(torch.int32)
-    return table[torch.stack((byte & 15, byte >> 4), -1).flatten(-2)]
+    """Values of packed codes; code 8 is -0."""
+    values = torch.tensor(E2M1 + tuple(-v for v in E2M1), dtype=dtype, device=packed.device)
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)  # by byte: low nibble, high nibble
+    return pairs[packed.view(torch.uint8).int()].flatten(-2)
 
 
 def dequantize(w: Fp8 | Fp8Rows | Fp4, dtype: torch.dtype) -> Act[Tensor, "*stack out in"]:

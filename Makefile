@@ -1,0 +1,29 @@
+# make demo   golden outputs of the tiny checkpoint, in golden-tiny/
+# make test   the tests, on one thread
+# make check  format, lint, types and the tests
+PYTHON ?= python3.11
+VENV ?= .venv
+RUN = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)/bin
+TEXT ?= The gate chooses two experts for each token, and the window holds the last thirty-two of them. Older rows are pooled in pairs; the indexer keeps only the best. Who asks for a row that was never written gets nothing, and is told so twice.
+
+.PHONY: demo test check
+
+demo: $(VENV)/ready
+	$(RUN)/v41 golden make checkpoints/tiny --text "$(TEXT)" --steps 8 --taps --out golden-tiny
+
+test: $(VENV)/ready
+	$(RUN)/python -m pytest -q
+
+check: $(VENV)/ready
+	$(RUN)/ruff format --check .
+	$(RUN)/ruff check .
+	$(RUN)/mypy
+	$(RUN)/python -m pytest -q -m "not slow and not capture"
+	$(RUN)/python -m pytest -q -m capture
+
+# torch first: the pinned version, before anything that would choose another one
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet -c constraints.txt torch==2.13.0
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
