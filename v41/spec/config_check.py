@@ -49,7 +49,8 @@ def _layers(c: Any, need: Callable[[bool, str], None]) -> None:
         f"{c.num_nextn_predict_layers})",
     )
     need(not any(c.compress_ratios[c.num_hidden_layers :]), f"compress_ratios of the draft stages are {c.compress_ratios[c.num_hidden_layers :]}, not 0")
-    for key in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids", "dspark_target_layer_ids"):
+    lists = ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids")
+    for key in (*lists, "dspark_target_layer_ids") if c.num_nextn_predict_layers else lists:
         ids = getattr(c, key)
         need(list(ids) == sorted(set(ids)), f"{key} {ids} is not ascending without repeats")
         need(all(i < c.num_hidden_layers for i in ids), f"{key} {ids} names a layer that does not exist (num_hidden_layers {c.num_hidden_layers})")
