@@ -42,7 +42,8 @@ def output(
     """The values carry their rotation, so the output is rotated back at the query's position; then wo_a by groups and wo_b."""
     o = ops.rope_inverse(o, at, f)
     groups = config.o_groups * o.shape[2] // config.num_attention_heads
-    return ops.all_reduce(ops.linear(ops.grouped_linear(o, p.wo_a, groups, numerics), p.wo_b, numerics), "heads")
+    y = ops.partial_linear(ops.grouped_linear(o, p.wo_a, groups, numerics), p.wo_b, numerics)
+    return ops.all_reduce(y, "o_groups").to(o.dtype)
 
 
 def write_window(ring: Act[Tensor, "b ring d"], kv: Act[Tensor, "b s d"], call: Call, ops: Backend) -> Act[Tensor, "b ring d"]:

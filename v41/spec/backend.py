@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from v41.spec import collectives
 from v41.spec.ops import accept, attend, draws, index, mix, ngram, norm, place, pool, quant
 from v41.spec.ops import choose as choosing
 from v41.spec.ops import experts as moe
@@ -20,22 +21,13 @@ def tap(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def all_reduce(tensor: Tensor, axis: str) -> Tensor:
-    """The sum over ranks of partial sums over this rank's share of a logical axis; the identity where nothing is sharded."""
-    return tensor
-
-
-def all_gather(tensor: Tensor, axis: str, dim: int) -> Tensor:
-    """The shares of all ranks of a logical axis, side by side along dim; the identity where nothing is sharded."""
-    return tensor
-
-
 @dataclass(frozen=True)
 class Backend:
     """Every primitive that the model calls; the defaults are their definitions. Replace one with `dataclasses.replace`."""
 
     name: str
     linear: Callable = products.linear
+    partial_linear: Callable = products.partial_linear
     plain_linear: Callable = products.plain_linear
     wide_linear: Callable = products.wide_linear
     grouped_linear: Callable = products.grouped_linear
@@ -69,8 +61,14 @@ class Backend:
     accept_token: Callable = accept.accept_token
     accept_block: Callable = accept.accept_block
     tap: Callable = tap
-    all_reduce: Callable = all_reduce
-    all_gather: Callable = all_gather
+    all_reduce: Callable = collectives.all_reduce
+    all_gather: Callable = collectives.all_gather
+    sum_terms: Callable = collectives.sum_terms
+    lookups: Callable = collectives.lookups
+    first: Callable = collectives.first
+    recut: Callable = collectives.recut
+    choice_cut: Callable = collectives.choice_cut
+    elect: Callable = collectives.elect
 
     def __post_init__(self) -> None:
         for f in fields(self)[1:]:

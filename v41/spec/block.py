@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from v41.spec.backend import Backend
@@ -38,9 +39,10 @@ def moe(p: MoE, x: Act[Tensor, "b s dim"], k: int, name: str, config: Config, nu
     )
     weights, ids = ops.tap(name + "route_weights", weights), ops.tap(name + "route_experts", ids)
     e, s = p.experts, p.shared_experts
-    total = ops.experts(rows, weights, ids, e.w1, e.w2, e.w3, limit=config.swiglu_limit, numerics=numerics)
+    own = ids - ops.first("experts", e.w1.weight.shape[0], ids.device)
+    total = ops.experts(rows, weights, own, e.w1, e.w2, e.w3, limit=config.swiglu_limit, numerics=numerics)
     shared = ops.shared_expert(rows, s.w1, s.w2, s.w3, limit=config.swiglu_limit, numerics=numerics)
-    return (ops.all_reduce(total, "experts") + shared.to(total.dtype)).to(x.dtype).view(x.shape)
+    return ops.sum_terms((total, shared.to(total.dtype)), ("experts moe_inter", "shared_inter")).to(x.dtype).view(x.shape)
 
 
 def block(
@@ -69,8 +71,18 @@ def block(
     return stream, ops.tap(name + "pre_mix_out", pre_ffn), rest
 
 
-def engram(p: Engram, stream: Stream, hash_ids: I32[Tensor, "b s columns"], name: str, config: Config, numerics: Numerics, ops: Backend) -> Stream:
+def engram_part(p: Engram, hash_ids: I32[Tensor, "b s columns"], numerics: Numerics, ops: Backend) -> Act[Tensor, "b s flat"]:
+    """This rank's part of the rows that each position reads."""
+    return ops.engram_rows(p.embed, hash_ids - ops.first("engram_rows", p.embed.weight.shape[0], hash_ids.device), numerics)
+
+
+def engram_memory(tables: tuple[Engram, ...], rows: tuple[Act[Tensor, "b s flat"], ...], numerics: Numerics, ops: Backend) -> tuple[Tensor, ...]:
+    """Keys and values of one or all Engram layers from the rows that they read; those of all layers come together where ranks share the work."""
+    kv = torch.stack([ops.linear(r, p.wkv, numerics) for p, r in zip(tables, rows, strict=True)])
+    return ops.all_gather(kv, "engram.engram_parts*dim", -1).unbind(0)
+
+
+def engram(p: Engram, stream: Stream, kv: Act[Tensor, "b s flat"], name: str, config: Config, numerics: Numerics, ops: Backend) -> Stream:
     """The stream with the n-gram memory added, before the layer's own mixes."""
-    kv = ops.linear(ops.engram_rows(p.embed, hash_ids, numerics), p.wkv, numerics)
     out = ops.engram_gate(stream, kv, p.q_weight, p.k_weight, None, eps=config.rms_norm_eps, numerics=numerics)
     return ops.tap(name + "engram_out", out)

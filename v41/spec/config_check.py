@@ -42,13 +42,14 @@ def _sizes(c: Any, need: Callable[[bool, str], None]) -> None:
 
 
 def _layers(c: Any, need: Callable[[bool, str], None]) -> None:
-    entries = c.num_hidden_layers + c.num_nextn_predict_layers
+    entries, given = c.num_hidden_layers + c.num_nextn_predict_layers, len(c.compress_ratios)
+    # A model whose draft stages were taken away may keep their entries, which are 0.
     need(
-        len(c.compress_ratios) == entries,
-        f"compress_ratios has {len(c.compress_ratios)} entries, not {entries} (num_hidden_layers {c.num_hidden_layers} + num_nextn_predict_layers "
+        given == entries or (given > entries and not c.num_nextn_predict_layers),
+        f"compress_ratios has {given} entries, not {entries} (num_hidden_layers {c.num_hidden_layers} + num_nextn_predict_layers "
         f"{c.num_nextn_predict_layers})",
     )
-    need(not any(c.compress_ratios[c.num_hidden_layers :]), f"compress_ratios of the draft stages are {c.compress_ratios[c.num_hidden_layers :]}, not 0")
+    need(not any(c.compress_ratios[c.num_hidden_layers :]), f"compress_ratios behind the backbone are {c.compress_ratios[c.num_hidden_layers :]}, not 0")
     lists = ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids")
     for key in (*lists, "dspark_target_layer_ids") if c.num_nextn_predict_layers else lists:
         ids = getattr(c, key)

@@ -86,11 +86,15 @@ def parse(published: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {k: _integer(text, k) for k in INTS} | {k: _number(text, k) for k in FLOATS} | {k: _integers(text, k) for k in LISTS}
     values |= {k: v for part in PARTS for k, v in _part(text, part).items()}
     values["rope_scaling"] = _yarn(text)
-    values["scoring_func"] = _need(text, "scoring_func")
-    values["norm_topk_prob"] = _need(text, "norm_topk_prob")
+    for key, kind in (("scoring_func", str), ("norm_topk_prob", bool)):
+        values[key] = _need(text, key)
+        if type(values[key]) is not kind:
+            raise ValueError(f"config: {key} is {values[key]!r}, not a {kind.__name__}")
     values |= {k: _integer(published, k) for k in TOKENS}
     values["image_token_id"] = _integer(published, "image_token_id") if "image_token_id" in published else None
     values["vision"] = published.get("vision_config") is not None
+    if not isinstance(published.get("vision_config"), dict | None):
+        raise ValueError(f"config: vision_config is {published['vision_config']!r}, not an object or null")
     return values
 
 
@@ -146,14 +150,17 @@ def _integers(text: dict[str, Any], key: str) -> tuple[int, ...]:
 
 
 def _part(text: dict[str, Any], part: str) -> dict[str, Any]:
-    """The keys of a part that a model may lack; with the part present none may be left out."""
+    """The keys of a part that a model may lack; with the part present none may be left out, and without it none may stay behind."""
+    left = [k for k in PARTS[part] if k in text]
+    if left and part not in text:
+        raise ValueError(f"config: {part} is missing, but there are {left}; a model without this part has none of them, or says so")
     absent = text.get(part, PARTS[part][part]) in (PARTS[part][part], None)
     full = PARTS[part] | {k: v for k, v in text.items() if k in PARTS[part] and v is not None} if absent else text
     return {k: (_integers if isinstance(default, list) else _integer)(full, k) for k, default in PARTS[part].items()}
 
 
 def _yarn(text: dict[str, Any]) -> dict[str, Any] | None:
-    scaling = text.get("rope_scaling")
+    scaling = _need(text, "rope_scaling")
     if scaling is None:
         return None
     if not isinstance(scaling, dict) or set(scaling) != YARN_KEYS or scaling["rope_type"] != "yarn":

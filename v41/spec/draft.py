@@ -10,9 +10,10 @@ from v41.spec.attention import output, queries, window_kv, write_window
 from v41.spec.backend import Backend
 from v41.spec.block import block
 from v41.spec.cache import Cache
-from v41.spec.numerics import Numerics
-from v41.spec.ops.choose import Sample
+from v41.spec.model import embed_part, start_of
+from v41.spec.ops.choose import Sample, best_of
 from v41.spec.ops.norm import wide
+from v41.spec.ops.place import EMBED, HEAD, MARKOV
 from v41.spec.ops.rope import layer_frequencies
 from v41.spec.params import Attention, Params
 from v41.spec.slots import Call, call_rows, draft_list, locate
@@ -32,7 +33,8 @@ def fill_rings(params: Params, cache: Cache, hidden: Act[Tensor, "b s flat"], va
     """The cache with the draft rings extended by the valid rows of `hidden`, the positions from `draft_length` on."""
     config, numerics, p = params.config, params.numerics, params.draft
     call = call_rows(cache.draft_length, valid, hidden.shape[1], None)
-    main_x = ops.rms_norm(ops.linear(hidden, p.inp.main_proj, numerics), p.inp.main_norm, config.rms_norm_eps)
+    main_x = ops.all_gather(ops.linear(hidden, p.inp.main_proj, numerics), "main_proj.dim", -1)
+    main_x = ops.rms_norm(main_x, p.inp.main_norm, config.rms_norm_eps)
     main_x = ops.tap("mtp.main_x", main_x)
     f = layer_frequencies(config, 0)
     rows = (window_kv(stage.attn, main_x, call.positions, f, config, numerics, ops) for stage in p.stages)
@@ -55,15 +57,21 @@ def draft_attention(
     return output(p, o, call.positions, f, config, numerics, ops)
 
 
-def stages(params: Params, cache: Cache, token: I32[Tensor, "b"], held: int | None, ops: Backend) -> tuple[Tensor, Tensor]:
-    """(stream, pre mix) after the last stage for the inputs [token, noise, noise, ...] at the positions after the ring."""
+def markov_part(params: Params, token: I32[Tensor, "b"], ops: Backend) -> Act[Tensor, "b markov"]:
+    """This rank's part of the Markov embedding of each token."""
+    table = params.draft.out.markov_embed
+    return ops.embedding(token - ops.first(MARKOV, table.shape[0], token.device), table, params.numerics.act)
+
+
+def stages(params: Params, cache: Cache, token: I32[Tensor, "b"], held: int | None, ops: Backend) -> tuple[Tensor, Tensor, Tensor]:
+    """(stream, pre mix) after the last stage for the inputs [token, noise, noise, ...] at the positions after the ring, and the Markov
+    embedding of the token, which is looked up together with the inputs."""
     config, numerics, p = params.config, params.numerics, params.draft
     block_size, batch = config.dspark_block_size, token.shape[0]
     noise = torch.full((batch, block_size - 1), config.dspark_noise_token_id, dtype=torch.int32, device=token.device)
-    h = ops.embedding(torch.cat((token[:, None], noise), 1), params.embed, numerics.act)
-    stream = h[:, :, None].expand(-1, -1, config.hc_mult, -1).contiguous()
-    pre = torch.zeros(stream.shape[:3], dtype=numerics.wide, device=h.device)
-    pre = torch.cat((torch.ones_like(pre[..., :1]), pre[..., 1:]), -1)
+    inputs = embed_part(params, torch.cat((token[:, None], noise), 1), ops)
+    h, told = ops.lookups((inputs, markov_part(params, token, ops)), (EMBED, MARKOV))
+    stream, pre = start_of(params, h)
     call = call_rows(cache.draft_length, torch.full_like(token, block_size), block_size, None)
     for j, stage in enumerate(p.stages):
 
@@ -71,28 +79,51 @@ def stages(params: Params, cache: Cache, token: I32[Tensor, "b"], held: int | No
             return draft_attention(stage.attn, ring, x, call, held, params, ops), None
 
         stream, pre, _ = block(stage, stream, pre, attend, config.draft_experts_per_tok, f"mtp.{j}.", config, numerics, ops)
-    return stream, pre
+    return stream, pre, told
+
+
+def pick(
+    params: Params, logits: Wide[Tensor, "b vocab"], cut: str, sample: Sample | None, column: int, ops: Backend
+) -> tuple[I32[Tensor, "b"], Act[Tensor, "b markov"] | None]:
+    """(token, its Markov embedding or None). Where the logits are cut, every rank offers its best token with its embedding."""
+    if not cut:
+        return ops.choose(logits, sample, column), None
+    score, token = best_of(logits, ops.first(cut, logits.shape[-1], logits.device), params.config.vocab_size)
+    return ops.elect(score, token, markov_part(params, token, ops), cut)
 
 
 def draft_head(
-    params: Params, stream: Act[Tensor, "b s copies dim"], pre: Wide[Tensor, "b s copies"], token: I32[Tensor, "b"], sample: Sample | None, ops: Backend
+    params: Params,
+    stream: Act[Tensor, "b s copies dim"],
+    pre: Wide[Tensor, "b s copies"],
+    told: Act[Tensor, "b markov"],
+    sample: Sample | None,
+    cut: str,
+    ops: Backend,
 ) -> Drafted:
     """Shared head on the normed stage output; then position by position the Markov bias of the token before, and the choice.
 
-    The confidence reads the stage output before its norm, beside the Markov embedding; it is a raw logit.
+    The confidence reads the stage output before its norm, beside the Markov embedding (`told` is the first one's); it is a raw logit.
+    `cut`: the axis like which the logits are cut, "" for whole ones.
     """
-    numerics, p = params.numerics, params.draft.out
+    numerics, p, vocab = params.numerics, params.draft.out, params.config.vocab_size
     x = ops.hc_pre(stream, pre)
-    base = ops.all_gather(ops.wide_linear(ops.rms_norm(x, p.norm, params.config.rms_norm_eps), params.head, numerics), "vocab", -1)
-    tokens, logits, embeds = [], [], []
+    base = ops.recut(ops.wide_linear(ops.rms_norm(x, p.norm, params.config.rms_norm_eps), params.head, numerics), HEAD, cut, vocab)
+    tokens, logits, embeds = [], [], [told]
     for i in range(x.shape[1]):
-        embeds.append(ops.embedding(token, p.markov_embed, numerics.act))
-        logits.append(base[:, i] + ops.all_gather(ops.wide_linear(embeds[i], p.markov_head, numerics), "vocab", -1))
-        token = ops.choose(logits[i], sample, i)
+        logits.append(base[:, i] + ops.recut(ops.wide_linear(embeds[i], p.markov_head, numerics), MARKOV, cut, vocab))
+        token, known = pick(params, logits[i], cut, sample, i, ops)
         tokens.append(token)
-    told = torch.cat((wide(x), wide(torch.stack(embeds, 1))), -1)
-    confidence = ops.wide_linear(told, p.confidence, numerics)[..., 0]
+        if i + 1 < x.shape[1]:
+            embeds.append(ops.lookups((markov_part(params, token, ops),), (MARKOV,))[0] if known is None else known)
+    both = torch.cat((wide(x), wide(torch.stack(embeds, 1))), -1)
+    confidence = ops.wide_linear(both, p.confidence, numerics)[..., 0]
     return Drafted(torch.stack(tokens, 1), torch.stack(logits, 1), confidence)
+
+
+def draft_cut(sample: Sample | None, ops: Backend) -> str:
+    """How the logits of drafts are cut while they are made: a draw needs all of them, a best token does not."""
+    return ops.choice_cut(MARKOV) if sample is None else ""
 
 
 def draft(
@@ -110,5 +141,7 @@ def draft(
     if token is None:
         return None, cache
     token = token.to(torch.int32)
-    stream, pre = stages(params, cache, token, held, ops)
-    return draft_head(params, stream, pre, token, sample, ops), cache
+    stream, pre, told = stages(params, cache, token, held, ops)
+    cut = draft_cut(sample, ops)
+    drafted = draft_head(params, stream, pre, told, sample, cut, ops)
+    return replace(drafted, logits=ops.recut(drafted.logits, cut, "", params.config.vocab_size)), cache

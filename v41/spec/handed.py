@@ -31,3 +31,4 @@ class Boundary:
     engram_hash_ids: tuple[I32[Tensor, "b s columns"], ...]
     taps: tuple[Act[Tensor, "b s dim"], ...]
     layer: int = static()
+    memory: tuple[Act[Tensor, "b s flat"], ...] = ()  # what the Engram layers add, where it was read ahead

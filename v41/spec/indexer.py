@@ -71,7 +71,7 @@ def _select(
     """Selection (and, at their source, candidate blocks) of some of the queries."""
     plan, name, rows = config.layer_plan[layer], f"layers.{layer}.", keys.shape[1]
     keys = keys if numerics.compact else ops.seen_rows(keys, visible)
-    scores = mask_rows(ops.all_reduce(ops.index_scores(iq, keys, iw, numerics), "index_heads"), visible)
+    scores = mask_rows(ops.all_reduce(ops.index_scores(iq, keys, iw, numerics), "index_heads").to(iq.dtype), visible)
     size = config.candidate_block_size
     blocks = None
     if plan.makes_candidates:

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from v41.spec.attention import attention
 from v41.spec.backend import Backend
-from v41.spec.block import block, engram
+from v41.spec.block import block, engram, engram_memory, engram_part
 from v41.spec.cache import Cache, LayerCache, advance
 from v41.spec.handed import Boundary, Handed
 from v41.spec.ops.norm import wide
-from v41.spec.params import EngramMap, Params
+from v41.spec.ops.place import EMBED, HEAD
+from v41.spec.numerics import Numerics
+from v41.spec.params import Engram, EngramMap, Params
 from v41.spec.slots import Call, call_rows, locate, ring_targets
 from v41.spec.types import I32, Act, Ids, Wide
 
@@ -42,11 +44,22 @@ def hash_ids(
     return rows, ops.write_rows(history[..., None], target, torch.where(target < size, known, 0)[..., None])[..., 0]
 
 
-def embed(
+def start_of(params: Params, h: Act[Tensor, "b s dim"]) -> tuple[Act[Tensor, "b s copies dim"], Wide[Tensor, "b s copies"]]:
+    """(stream, pre mix) before the first layer: copies of the embedding, the first of which is all that the first collapse sees."""
+    stream = h[:, :, None].expand(-1, -1, params.config.hc_mult, -1).contiguous()
+    pre = torch.zeros(stream.shape[:3], dtype=params.numerics.wide, device=h.device)
+    return stream, torch.cat((torch.ones_like(pre[..., :1]), pre[..., 1:]), -1)
+
+
+def embed_part(params: Params, ids: I32[Tensor, "b s"], ops: Backend) -> Act[Tensor, "b s dim"]:
+    """This rank's part of the token embedding."""
+    return ops.embedding(ids - ops.first(EMBED, params.embed.shape[0], ids.device), params.embed, params.numerics.act)
+
+
+def hashed(
     params: Params, cache: Cache, tokens: Ids[Tensor, "b s"], valid: I32[Tensor, "b"], start: int | None, ops: Backend
-) -> tuple[Boundary, Cache]:
-    """The boundary before layer 0, and the cache with its length and token history advanced."""
-    config, numerics = params.config, params.numerics
+) -> tuple[Call, I32[Tensor, "b s"], tuple[I32[Tensor, "b s columns"], ...], Cache]:
+    """(where the rows lie, their ids, their Engram rows, the cache with its length and token history advanced)."""
     call = call_rows(cache.length, valid, tokens.shape[1], start)
     ids = torch.where(call.live, tokens, 0).to(torch.int32)
     rows: tuple[Tensor, ...] = ()
@@ -54,12 +67,36 @@ def embed(
     if params.engram_map is not None:
         rows, history = hash_ids(params.engram_map, cache.history, ids, call, cache, ops)
         ops.tap("engram_hash_ids", torch.stack(rows, 2))
-    h = ops.embedding(ids, params.embed, numerics.act)
-    stream = h[:, :, None].expand(-1, -1, config.hc_mult, -1).contiguous()
-    pre = torch.zeros(stream.shape[:3], dtype=numerics.wide, device=h.device)
-    pre = torch.cat((torch.ones_like(pre[..., :1]), pre[..., 1:]), -1)
-    handed = Handed(None, cache.index_slot, None, None)
-    return Boundary(stream, pre, call, handed, rows, (), 0), replace(advance(cache, valid), history=history)
+    return call, ids, rows, replace(advance(cache, valid), history=history)
+
+
+def embed(
+    params: Params, cache: Cache, tokens: Ids[Tensor, "b s"], valid: I32[Tensor, "b"], start: int | None, ops: Backend
+) -> tuple[Boundary, Cache]:
+    """The boundary before layer 0, and the cache with its length and token history advanced."""
+    call, ids, rows, cache = hashed(params, cache, tokens, valid, start, ops)
+    (h,) = ops.lookups((embed_part(params, ids, ops),), (EMBED,))
+    return Boundary(*start_of(params, h), call, Handed(None, cache.index_slot, None, None), rows, (), 0), cache
+
+
+def embed_ahead(
+    params: Params, cache: Cache, tokens: Ids[Tensor, "b s"], valid: I32[Tensor, "b"], start: int | None, ops: Backend
+) -> tuple[Boundary, Cache]:
+    """`embed` with the Engram rows of all layers read at the same time: ranks that hold parts of the tables then meet once."""
+    call, ids, rows, cache = hashed(params, cache, tokens, valid, start, ops)
+    tables = tuple(params.layers[i].engram for i in params.config.engram_layer_ids)
+    parts = tuple(engram_part(p, r, params.numerics, ops) for p, r in zip(tables, rows, strict=True))
+    h, *read = ops.lookups((embed_part(params, ids, ops), *parts), (EMBED, *("engram_rows" for _ in parts)))
+    memory = engram_memory(tables, tuple(read), params.numerics, ops) if tables else ()
+    return Boundary(*start_of(params, h), call, Handed(None, cache.index_slot, None, None), rows, (), 0, memory), cache
+
+
+def memory_of(p: Engram, boundary: Boundary, table: int, numerics: Numerics, ops: Backend) -> Act[Tensor, "b s flat"]:
+    """Keys and value of one Engram layer: as read ahead, or read now."""
+    if boundary.memory:
+        return boundary.memory[table]
+    rows = ops.lookups((engram_part(p, boundary.engram_hash_ids[table], numerics, ops),), ("engram_rows",))
+    return engram_memory((p,), rows, numerics, ops)[0]
 
 
 def layer(params: Params, state: LayerCache, boundary: Boundary, ops: Backend) -> tuple[Boundary, LayerCache]:
@@ -68,7 +105,7 @@ def layer(params: Params, state: LayerCache, boundary: Boundary, ops: Backend) -
     p, plan, name = params.layers[number], config.layer_plan[number], f"layers.{number}."
     stream, taps = boundary.stream, boundary.taps
     if plan.engram is not None:
-        stream = engram(p.engram, stream, boundary.engram_hash_ids[plan.engram], name, config, numerics, ops)
+        stream = engram(p.engram, stream, memory_of(p.engram, boundary, plan.engram, numerics, ops), name, config, numerics, ops)
     if plan.tap is not None:
         taps = (*taps, wide(stream).mean(2).to(stream.dtype))
 
@@ -102,21 +139,31 @@ def head(params: Params, boundary: Boundary, rows: str, ops: Backend) -> Wide[Te
 
     Logits of rows that are not real are zero.
     """
-    if rows == "none":
-        return None
+    return None if rows == "none" else scores(params, boundary, rows, "", ops)
+
+
+def scores(params: Params, boundary: Boundary, rows: str, cut: str, ops: Backend) -> Wide[Tensor, "b rows vocab"]:
+    """The logits of `head`, with the vocabulary cut like the axis `cut`."""
     stream, pre, live = boundary.stream, boundary.pre, boundary.call.live
     if rows == "last":
         lead, row = torch.arange(live.shape[0], device=live.device), (boundary.call.valid - 1).clamp_min(0)
         stream, pre, live = stream[lead, row][:, None], pre[lead, row][:, None], (boundary.call.valid > 0)[:, None]
     x = ops.rms_norm(ops.hc_pre(stream, pre), params.norm, params.config.rms_norm_eps)
-    logits = ops.all_gather(ops.wide_linear(x, params.head, params.numerics), "vocab", -1)
+    logits = ops.recut(ops.wide_linear(x, params.head, params.numerics), HEAD, cut, params.config.vocab_size)
     return ops.tap("logits", torch.where(live[..., None], logits, 0))
+
+
+def backbone(
+    params: Params, cache: Cache, tokens: Ids[Tensor, "b s"], valid: I32[Tensor, "b"], start: int | None, ops: Backend
+) -> tuple[Boundary, Cache]:
+    """The boundary behind the last layer."""
+    boundary, cache = embed_ahead(params, cache, tokens, valid, start, ops)
+    return layers(params, cache, boundary, params.config.num_hidden_layers, ops)
 
 
 def step(
     params: Params, cache: Cache, tokens: Ids[Tensor, "b s"], valid: I32[Tensor, "b"], start: int | None, rows: str, ops: Backend
 ) -> tuple[Output, Cache]:
     """embed, all layers, head."""
-    boundary, cache = embed(params, cache, tokens, valid, start, ops)
-    boundary, cache = layers(params, cache, boundary, params.config.num_hidden_layers, ops)
+    boundary, cache = backbone(params, cache, tokens, valid, start, ops)
     return Output(head(params, boundary, rows, ops), hidden(boundary, ops)), cache

@@ -51,10 +51,11 @@ LAYOUT: dict[type, tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype,
 
 
 class Dim(NamedTuple):
-    """One stored dimension: its logical axes, outermost first, and how many logical elements one stored element covers."""
+    """One stored dimension: its logical axes, outermost first, how many logical elements one stored element covers, and the axes' sizes."""
 
     axes: tuple[str, ...]
     per: int = 1
+    sizes: tuple[int, ...] = ()
 
 
 class ParamSpec(NamedTuple):
@@ -94,8 +95,9 @@ def parse_axes(text: str) -> tuple[tuple[str, ...], ...]:
 
 def spec_of(name: str, dtype: torch.dtype, axes: str, sizes: Mapping[str, int], per: tuple[int, ...] = ()) -> ParamSpec:
     """The table entry of one tensor; sizes that do not divide are rounded up, as the release does."""
-    dims = tuple(Dim(a, p) for a, p in zip(parse_axes(axes), per or (1,) * len(axes.split()), strict=True))
-    shape = tuple(-(-prod(sizes[a] for a in d.axes) // d.per) for d in dims)
+    counts = per or (1,) * len(axes.split())
+    dims = tuple(Dim(a, p, tuple(sizes[n] for n in a)) for a, p in zip(parse_axes(axes), counts, strict=True))
+    shape = tuple(-(-prod(d.sizes) // d.per) for d in dims)
     return ParamSpec(name, dtype, dims, shape)
 
 

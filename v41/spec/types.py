@@ -11,16 +11,16 @@ from jaxtyping import AbstractDtype
 
 if TYPE_CHECKING:  # a static checker sees plain tensors
     from typing import Annotated as Act
-    from typing import Annotated as Wide
     from typing import Annotated as BF16
-    from typing import Annotated as F32
     from typing import Annotated as E4M3
     from typing import Annotated as E8M0
+    from typing import Annotated as F32
+    from typing import Annotated as Flag
     from typing import Annotated as I8
     from typing import Annotated as I32
     from typing import Annotated as I64
     from typing import Annotated as Ids
-    from typing import Annotated as Flag
+    from typing import Annotated as Wide
 else:
 
     class Act(AbstractDtype):

@@ -12,8 +12,10 @@ from v41.spec import model
 from v41.spec.backend import Backend
 from v41.spec.cache import Cache
 from v41.spec.draft import Drafted
-from v41.spec.ops.choose import Sample
+from v41.spec.ops.accept import accept_best
+from v41.spec.ops.choose import Sample, best_of
 from v41.spec.ops.draws import ACCEPT, DRAFT, NEXT
+from v41.spec.ops.place import HEAD
 from v41.spec.params import Params
 from v41.spec.table import static
 from v41.spec.types import F32, I32, Act, Flag, Wide
@@ -105,16 +107,28 @@ def propose(params: Params, cache: Cache, state: SpecState, ops: Backend) -> Spe
     sample = None
     if state.rule != "greedy":
         sample = Sample(state.temperature, state.top_p, ops.uniforms(state.key, cache.length, DRAFT, config.dspark_block_size))
-    stream, pre = drafting.stages(params, cache, state.token, None, ops)
-    drafted: Drafted = drafting.draft_head(params, stream, pre, state.token, sample, ops)
+    stream, pre, told = drafting.stages(params, cache, state.token, None, ops)
+    drafted: Drafted = drafting.draft_head(params, stream, pre, told, sample, drafting.draft_cut(sample, ops), ops)
     q = None if state.rule == "greedy" else ops.chosen_from(drafted.logits[:, :n], state.temperature, state.top_p)
     likely = (survival(drafted.confidence[:, :n]) >= state.floor[:, None]).int().cumprod(-1).sum(-1).to(torch.int32)
     offered = torch.where(whole(state.since, cache.length, config.sliding_window), likely, 0)
     return replace(state, drafts=drafted.tokens[:, :n], q=q, offered=offered)
 
 
-def accept(logits: Wide[Tensor, "b rows vocab"], position: I32[Tensor, "b"], offered: I32[Tensor, "b"], state: SpecState, ops: Backend) -> tuple[Tensor, Tensor]:
-    """(accepted drafts, token after them) by the state's rule."""
+def accept(
+    logits: Wide[Tensor, "b rows vocab"],
+    cut: str,
+    vocab: int,
+    position: I32[Tensor, "b"],
+    offered: I32[Tensor, "b"],
+    state: SpecState,
+    ops: Backend,
+) -> tuple[Tensor, Tensor]:
+    """(accepted drafts, token after them) by the state's rule; logits that are cut like the axis `cut` only serve the rule "greedy"."""
+    if cut:
+        none = logits.new_zeros((*logits.shape[:2], 0))
+        best, _ = ops.elect(*best_of(logits, ops.first(cut, logits.shape[-1], logits.device), vocab), none, cut)
+        return accept_best(best, state.drafts, offered)
     if state.rule == "greedy":
         return ops.accept_greedy(logits, state.drafts, offered)
     p = ops.chosen_from(logits, state.temperature, state.top_p)
@@ -176,11 +190,13 @@ def spec_step(params: Params, cache: Cache, state: SpecState, ops: Backend) -> t
     offered = affordable(state, room)
     rows = torch.cat((state.token[:, None], state.drafts), 1)
     valid = torch.where(running, offered + 1, 0)
-    out, ran = model.step(params, cache, rows, valid, None, "all", ops)
-    accepted, token = accept(out.logits, cache.length, offered, state, ops)
+    boundary, ran = model.backbone(params, cache, rows, valid, None, ops)
+    cut = ops.choice_cut(HEAD) if state.rule == "greedy" else ""
+    logits = model.scores(params, boundary, "all", cut, ops)
+    accepted, token = accept(logits, cut, params.config.vocab_size, cache.length, offered, state, ops)
     emitted, state = emit(state, running, offered, accepted, token)
     kept = caches.rewind(ran, cache.length + emitted.counts)
     if n == 0:
         return emitted, state, kept
-    kept, joined, state = fill(params, cache, kept, out.hidden, emitted.counts, state, ops)
+    kept, joined, state = fill(params, cache, kept, model.hidden(boundary, ops), emitted.counts, state, ops)
     return emitted, propose(params, joined, state, ops), kept

@@ -28,7 +28,11 @@ def leading(passed: Flag[Tensor, "b n"]) -> I32[Tensor, "b"]:
 
 def accept_greedy(logits: Wide[Tensor, "b rows vocab"], drafts: I32[Tensor, "b n"], offered: I32[Tensor, "b"]) -> Verdict:
     """Drafts are accepted while they are the target's best token (lower id in a tie); the next token is its best one after them."""
-    best = greedy(logits.flatten(0, 1)).view(logits.shape[:2])
+    return accept_best(greedy(logits.flatten(0, 1)).view(logits.shape[:2]), drafts, offered)
+
+
+def accept_best(best: I32[Tensor, "b rows"], drafts: I32[Tensor, "b n"], offered: I32[Tensor, "b"]) -> Verdict:
+    """`accept_greedy` from the target's best tokens."""
     accepted = leading((drafts == best[:, :-1]) & in_offer(offered, drafts))
     return accepted, best.gather(1, accepted[:, None].long())[:, 0]
 
@@ -43,7 +47,11 @@ def row_at(rows: Wide[Tensor, "b n vocab"], index: I32[Tensor, "b"]) -> Wide[Ten
 
 
 def after(
-    p: Wide[Tensor, "b rows vocab"], q: Wide[Tensor, "b n vocab"], weight: Wide[Tensor, "b"], accepted: I32[Tensor, "b"], offered: I32[Tensor, "b"]
+    p: Wide[Tensor, "b rows vocab"],
+    q: Wide[Tensor, "b n vocab"],
+    weight: Wide[Tensor, "b"],
+    accepted: I32[Tensor, "b"],
+    offered: I32[Tensor, "b"],
 ) -> Wide[Tensor, "b vocab"]:
     """max(weight p - q, 0) at the first draft that was not accepted, p where all offered ones were; a multiple of what to draw from.
 

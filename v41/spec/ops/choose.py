@@ -25,6 +25,17 @@ def greedy(logits: Wide[Tensor, "b vocab"]) -> I32[Tensor, "b"]:
     return logits.argmax(-1).to(torch.int32)
 
 
+def best_of(logits: Wide[Tensor, "*n vocab"], first: I32[Tensor, ""], size: int) -> tuple[Wide[Tensor, "*n"], I32[Tensor, "*n"]]:
+    """(score, token) of the best of a share of the vocabulary that begins at `first`; what lies behind `size` is padding and never wins.
+
+    A share of nothing but padding offers its first column with -inf.
+    """
+    token = first + torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    held = torch.where(token < size, logits, -torch.inf)
+    at = held.argmax(-1, keepdim=True)
+    return held.gather(-1, at)[..., 0], token[at[..., 0]]
+
+
 def distribution(logits: Wide[Tensor, "b vocab"], temperature: F32[Tensor, "b"], top_p: F32[Tensor, "b"]) -> Wide[Tensor, "b vocab"]:
     """softmax(logits / temperature) on the smallest set of best tokens whose probability reaches top_p, renormalized.
 

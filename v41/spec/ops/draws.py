@@ -59,8 +59,9 @@ def threefry(key: tuple[Word, Word], counter: tuple[Word, Word]) -> tuple[Word, 
 
 
 def uniforms(key: I32[Tensor, "b 2"], position: I32[Tensor, "b"], first: int, lanes: int) -> F32[Tensor, "b lanes"]:
-    """A uniform in [0, 1) for each of the lanes first, first + 1, ...: the upper 24 bits of the first word of threefry(key, (position, lane))
-    times 2^-24.
+    """A uniform in [0, 1) for each of the lanes first, first + 1, ...
+
+    The upper 24 bits of the first word of threefry(key, (position, lane)), times 2^-24.
 
     key is (seed, sequence id), position the number of positions that the sequence holds.
     """

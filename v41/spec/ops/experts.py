@@ -69,9 +69,16 @@ def expert(
     x: Act[Tensor, "n dim"], weight: Wide[Tensor, "n"], w1: Fp4, w2: Fp4, w3: Fp4, index: int, *, limit: float, numerics: Numerics
 ) -> Act[Tensor, "n dim"]:
     """One routed expert: the routing weight goes in before w2 and so before w2's activation rounding."""
-    gated, up = (quantized(x, expert_weight(w, index, numerics), numerics) for w in (w1, w3))
-    hidden = (weight[:, None] * swiglu(up, gated, limit, numerics)).to(x.dtype)
+    hidden = expert_hidden(x, weight, w1, w3, index, limit=limit, numerics=numerics)
     return quantized(hidden, expert_weight(w2, index, numerics), numerics)
+
+
+def expert_hidden(
+    x: Act[Tensor, "n dim"], weight: Wide[Tensor, "n"], w1: Fp4, w3: Fp4, index: int, *, limit: float, numerics: Numerics
+) -> Act[Tensor, "n inter"]:
+    """What w2 of one routed expert multiplies."""
+    gated, up = (quantized(x, expert_weight(w, index, numerics), numerics) for w in (w1, w3))
+    return (weight[:, None] * swiglu(up, gated, limit, numerics)).to(x.dtype)
 
 
 def experts(

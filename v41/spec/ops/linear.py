@@ -22,8 +22,18 @@ def linear(x: Act[Tensor, "*rows in"], w: Fp8, numerics: Numerics) -> Act[Tensor
 
 def quantized(x: Act[Tensor, "*rows in"], w: Wide[Tensor, "out in"], numerics: Numerics) -> Act[Tensor, "*rows out"]:
     """`linear` with its weight dequantized before."""
+    return partial_quantized(x, w, numerics).to(x.dtype)
+
+
+def partial_linear(x: Act[Tensor, "*rows in"], w: Fp8, numerics: Numerics) -> Wide[Tensor, "*rows out"]:
+    """`linear` without its rounding: where ranks hold parts of the inner axis, their sum is rounded, once."""
+    return partial_quantized(x, dequantize(w, numerics.wide), numerics)
+
+
+def partial_quantized(x: Act[Tensor, "*rows in"], w: Wide[Tensor, "out in"], numerics: Numerics) -> Wide[Tensor, "*rows out"]:
+    """`partial_linear` with its weight dequantized before."""
     rows = act_round(x) if numerics.rounds else x
-    return block_product(rows.flatten(0, -2), w, numerics).to(x.dtype).unflatten(0, x.shape[:-1])
+    return block_product(rows.flatten(0, -2), w, numerics).unflatten(0, x.shape[:-1])
 
 
 def plain_linear(x: Act[Tensor, "*rows in"], w: BF16[Tensor, "out in"], numerics: Numerics) -> Act[Tensor, "*rows out"]:

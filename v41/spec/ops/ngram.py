@@ -35,9 +35,11 @@ def engram_hash(
 
 
 def engram_rows(table: Fp8Rows, hash_ids: I32[Tensor, "b s columns"], numerics: Numerics) -> Act[Tensor, "b s flat"]:
-    """The rows read by each position, dequantized, columns concatenated."""
-    found = Fp8Rows(table.weight[hash_ids.flatten()], table.scale.view(torch.uint8)[hash_ids.flatten()].view(torch.float8_e8m0fnu))
-    return dequantize(found, numerics.act).view(*hash_ids.shape[:2], -1)
+    """The rows read by each position, dequantized, columns concatenated; zeros for a row that the table does not hold."""
+    held = (hash_ids >= 0) & (hash_ids < table.weight.shape[0])
+    at = torch.where(held, hash_ids, 0).flatten()
+    found = Fp8Rows(table.weight[at], table.scale.view(torch.uint8)[at].view(torch.float8_e8m0fnu))
+    return torch.where(held[..., None], dequantize(found, numerics.act).unflatten(0, hash_ids.shape), 0).flatten(2)
 
 
 def engram_gate(
