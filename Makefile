@@ -6,20 +6,24 @@ VENV ?= .venv
 RUN = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)/bin
 TEXT ?= The gate chooses two experts for each token, and the window holds the last thirty-two of them. Older rows are pooled in pairs; the indexer keeps only the best. Who asks for a row that was never written gets nothing, and is told so twice.
 
+# These run with every shape type checked at every call; the rest without, since the check doubles the time of a small step.
+TYPED = tests/test_ops.py tests/test_definitions.py tests/test_layerwise.py tests/test_golden_tiny.py tests/test_params.py
+CHECKED = v41.spec,v41.api,v41.backends.cpu
+
 .PHONY: demo test check
 
 demo: $(VENV)/ready
 	$(RUN)/v41 golden make checkpoints/tiny --text "$(TEXT)" --steps 8 --taps --out golden-tiny
 
 test: $(VENV)/ready
-	$(RUN)/python -m pytest -q
+	$(RUN)/python -m pytest -q $(TYPED) --jaxtyping-packages=$(CHECKED),beartype.beartype
+	$(RUN)/python -m pytest -q $(addprefix --ignore=,$(TYPED))
 
 check: $(VENV)/ready
 	$(RUN)/ruff format --check .
 	$(RUN)/ruff check .
 	$(RUN)/mypy
-	$(RUN)/python -m pytest -q -m "not slow and not capture"
-	$(RUN)/python -m pytest -q -m capture
+	$(MAKE) test
 
 # torch first: the pinned version, before anything that would choose another one
 $(VENV)/ready: pyproject.toml constraints.txt

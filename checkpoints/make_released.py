@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder with the names, dtypes, shapes, shards and true sizes of the released checkpoint, but holes for its bytes: 510 GB that use 10 MB.
+"""A folder with the names, dtypes, shapes, shards and sizes of the released checkpoint, and holes for its bytes: 510 GB that use 20 MB.
 
     python checkpoints/make_released.py OUT                  the folder
     python checkpoints/make_released.py --manifest FILE      name, dtype and shape of all 96,085 tensors as gzipped JSON
@@ -19,6 +19,7 @@ from v41.checkpoint.header import NAMES
 from v41.checkpoint.reader import INDEX
 from v41.released import Listed, released_table
 from v41.spec.config import Config
+from v41.stand_in import stand_in_tokenizer
 
 CONFIG = Path(__file__).resolve().parent.parent / "v41" / "data" / "released_config.json"
 SHARDS = 48
@@ -52,14 +53,6 @@ def shard_header(tensors: dict[str, Listed]) -> tuple[bytes, int]:
     return struct.pack("<Q", len(text)) + text, position
 
 
-def stand_in_tokenizer(vocab: int, compressed: int) -> dict:
-    """Words t0, t1, ...; the last vocab - compressed of them are T0, T1, ..., which share their compressed ids."""
-    words = [f"t{i}" for i in range(compressed)] + [f"T{i}" for i in range(vocab - compressed)]
-    model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": "t0"}
-    parts = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
-    return {"version": "1.0", **parts, "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
-
-
 def make(out: Path, config_file: Path = CONFIG) -> None:
     """Writes the folder; holes need a filesystem that has sparse files."""
     config = Config.from_json(config_file)
@@ -78,8 +71,9 @@ def make(out: Path, config_file: Path = CONFIG) -> None:
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     shutil.copyfile(config_file, out / "config.json")
-    tokenizer = stand_in_tokenizer(config.vocab_size, config.engram_compressed_vocab_size)
-    (out / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    if config.engram_layer_ids:
+        tokenizer = stand_in_tokenizer(config.vocab_size, config.engram_compressed_vocab_size)
+        (out / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
 def manifest_text(config_file: Path = CONFIG) -> bytes:

@@ -15,6 +15,8 @@ from v41.api import (
     step,
 )
 from v41.cache_io import load_cache, save_cache, take
+from v41.chat import encode_chat
+from v41.generate import Generated, Generation, Statistics, generate
 from v41.inspect_report import inspect_folder
 from v41.params_io import init_params, load_params, save_params
 from v41.spec.backend import Backend
@@ -34,20 +36,25 @@ __all__ = [
     "Cache",
     "Config",
     "Emitted",
+    "Generated",
+    "Generation",
     "Numerics",
     "Params",
     "Sample",
     "SpecState",
+    "Statistics",
     "available_backends",
     "draft",
     "embed",
+    "encode_chat",
     "export_cache",
+    "generate",
     "head",
     "init_cache",
     "init_params",
     "init_spec",
-    "layers",
     "inspect_folder",
+    "layers",
     "load_cache",
     "load_params",
     "read_plan",

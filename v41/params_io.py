@@ -84,9 +84,7 @@ def folder_map(config: Config, directory: Path, token_map: Tensor | None = None)
     return map_from_tokenizer(config, directory / "tokenizer.json") if token_map is None else engram_map(config, torch.as_tensor(token_map))
 
 
-def load_params(
-    directory: str | Path, *, numerics: Numerics | None = None, draft: bool = True, token_map: Tensor | None = None
-) -> Params:
+def load_params(directory: str | Path, *, numerics: Numerics | None = None, draft: bool = True, token_map: Tensor | None = None) -> Params:
     """The parameters of a folder in the released layout, every tensor in its stored dtype.
 
     directory holds config.json, the shards with their index and, for a model with Engram, tokenizer.json (or token_map [vocab] is given).
@@ -101,9 +99,7 @@ def load_params(
     return build_params(config, numerics or Numerics(), lambda s: read_leaf(folder, s), known, draft)
 
 
-def init_params(
-    config: Config, seed: int, token_map: Tensor | None = None, *, numerics: Numerics | None = None, draft: bool = True
-) -> Params:
+def init_params(config: Config, seed: int, token_map: Tensor | None = None, *, numerics: Numerics | None = None, draft: bool = True) -> Params:
     """Parameters by the weight recipe (docs/recipe.md): bytes that depend on tensor name and seed only.
 
     token_map [vocab]: the Engram token map; without one, id modulo engram_compressed_vocab_size with the pad id kept.

@@ -16,6 +16,7 @@ from v41.golden.coverage import coverage
 from v41.params_io import init_params, save_params, weights_digest
 from v41.spec.config import Config
 from v41.spec.params import Params
+from v41.stand_in import stand_in_tokenizer
 from v41.tokenizer import checked_token_map
 
 DATA = Path(__file__).parent.parent / "data"
@@ -36,7 +37,7 @@ def checkpoint() -> None:
 @checkpoint.command()
 @click.option("--config", "config_name", default="tiny", show_default=True, help="tiny, medium, released, or a config.json.")
 @click.option("--seed", default=41, show_default=True)
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="tokenizer.json to take along; its Engram token map is used.")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="tokenizer.json to take along; without one a stand-in.")
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--shard-bytes", default=5_000_000, show_default=True, help="Payload bytes a shard.")
 @click.option("--prompt", default=151, show_default=True, help="Random tokens of the run that the manifest's coverage speaks of; 0: none.")
@@ -50,6 +51,8 @@ def make(config_name: str, seed: int, tokenizer: Path | None, out: Path, shard_b
     save_params(params, out, shard_bytes=shard_bytes)
     if tokenizer is not None and tokenizer.resolve() != (out / "tokenizer.json").resolve():
         shutil.copyfile(tokenizer, out / "tokenizer.json")
+    if tokenizer is None and known is not None:  # a folder with Engram loads with a tokenizer only
+        folder.write_json(out / "tokenizer.json", stand_in_tokenizer(config.vocab_size, config.engram_compressed_vocab_size))
     manifest = {"kind": "v41 checkpoint", "schema": folder.SCHEMA, "recipe": {"seed": seed}, "sha256": weights_digest(params)}
     if prompt:
         manifest["coverage"] = exercise(params, prompt)

@@ -11,11 +11,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from v41.checkpoint import open_folder
 from v41.cli.streaming import stream_make
 from v41.golden import compare, folder
 from v41.golden import make as making
+from v41.golden import ranks as rank_golden
 from v41.golden.metrics import Difference
-from v41.params_io import load_params
+from v41.params_io import load_params, passed_over
+from v41.sharding.mesh import MESHES, Mesh
+from v41.sharding.tables import rules_named
 from v41.spec.config import Config
 from v41.spec.numerics import INDEX_KEYS, REGIMES, Numerics
 from v41.stream import check_streamed, prepare_run
@@ -60,8 +64,10 @@ def read_prompts(directory: Path, texts: tuple[str, ...], ids: tuple[str, ...], 
 @click.option("--regime", type=click.Choice(REGIMES), default="faithful", show_default=True)
 @click.option("--index-keys", type=click.Choice(INDEX_KEYS), help="Default: the regime's own.")
 @click.option("--dtype", type=click.Choice(["float32", "float64", "bfloat16"]), help="For exact: float32 (default) or float64.")
-@click.option("--stream", is_flag=True, help="One layer in memory at a time: for checkpoints larger than memory. A run that was killed goes on.")
+@click.option("--stream", is_flag=True, help="One layer in memory at a time; a run that was killed goes on.")
 @click.option("--layers", help="With --stream: a:b, these layers of the prefill only, from the records of those below.")
+@click.option("--ranks", type=int, help="Also what each of that many ranks brings to every collective; all of them in this process.")
+@click.option("--rules", default="pr71", show_default=True, help="With --ranks: the placement.")
 @as_json
 def make(
     checkpoint: Path,
@@ -75,21 +81,60 @@ def make(
     dtype: str | None,
     stream: bool,
     layers: str | None,
+    ranks: int | None,
+    rules: str,
     machine: bool,
 ) -> None:
     """Golden outputs of CHECKPOINT, a folder in the released layout."""
     numerics = Numerics(regime, index_keys, dtype)
     if layers and not stream:
         raise ValueError("--layers: only with --stream")
+    if ranks is not None and stream:
+        raise ValueError("--ranks: not with --stream")
     prompts = read_prompts(checkpoint, texts, ids, Config.from_json(checkpoint / "config.json").bos_token_id)
+    if ranks is not None:
+        made = rank_golden.make(checkpoint, rules_named(rules), mesh_of(ranks), numerics, prompts, steps, out, taps, recipe_of(checkpoint))
+        print_ranks(out, made, machine)
+        return
     if stream:
         manifest = stream_make(prepare_run(checkpoint, numerics), prompts, steps, out, taps, recipe_of(checkpoint), layers)
     else:
         params = load_params(checkpoint, numerics=numerics)
         with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
             task = bar.add_task("prefill and decode", total=steps + 1)
-            manifest = making.make(params, prompts, steps, out, taps, recipe_of(checkpoint), lambda done, total: bar.update(task, completed=done))
+            recipe = recipe_of(checkpoint)
+            manifest = making.make(params, prompts, steps, out, taps, recipe, lambda done, total: bar.update(task, completed=done))
+    for part in passed_over(open_folder(checkpoint), True):
+        click.echo(f"passed over: {part.what}, {part.tensors:,} tensors, {part.bytes:,} bytes", err=True)
     print_made(out, manifest, machine)
+
+
+def mesh_of(ranks: int) -> Mesh:
+    """The shipped mesh of that many ranks."""
+    if ranks not in MESHES:
+        raise ValueError(f"--ranks: {ranks}; there are meshes of {', '.join(map(str, MESHES))}")
+    return MESHES[ranks]
+
+
+def print_ranks(out: Path, made: dict[str, Any], machine: bool) -> None:
+    """What was written for a mesh of ranks."""
+    sizes = [r["bytes_held"] for r in made["ranks"].values()]
+    summary = {
+        "out": str(out),
+        "ranks": len(sizes),
+        "rules": made["rules"]["name"],
+        "alike": made["alike"],
+        "collectives": len(made["order"]),
+        "bytes_held": {"least": min(sizes), "most": max(sizes)},
+        "bytes_read": {"most": max(r["bytes_read"] for r in made["ranks"].values())},
+    }
+    if machine:
+        click.echo(json.dumps(summary))
+        return
+    click.echo(f"{out}: {len(sizes)} ranks by rules {summary['rules']}, {summary['collectives']} collectives each")
+    click.echo(
+        f"{summary['alike']} tensors in {rank_golden.WHOLE} are the same on every rank; weights per rank {min(sizes):,} to {max(sizes):,} bytes"
+    )
 
 
 def print_made(out: Path, manifest: dict[str, Any], machine: bool) -> None:
@@ -140,7 +185,9 @@ def check(directory: Path, checkpoint: Path | None, tolerance: float, machine: b
 def diff(a: Path, b: Path, tolerance: float, machine: bool) -> None:
     """Compare two golden folders tensor by tensor, B as the expected one."""
     left, right = folder.open_golden(a), folder.open_golden(b)
-    note = [f"{k}: {left.manifest[k]} and {right.manifest[k]}" for k in ("numerics", "config_sha256") if left.manifest[k] != right.manifest[k]]
+    note = [
+        f"{k}: {left.manifest[k]} and {right.manifest[k]}" for k in ("numerics", "config_sha256") if left.manifest[k] != right.manifest[k]
+    ]
     lone = compare.one_sided(left.manifest["tensors"], right.manifest["tensors"])
     note += [f"{len(lone)} tensors stand on one side only, {lone[0]} first"] if lone else []
     report(compare.diff(left, right, tolerance), machine, note)
@@ -158,7 +205,11 @@ def report(rows: list[Difference], machine: bool, notes: list[str]) -> None:
     bad.sort(key=lambda r: r.status != "non-finite")
     counts = {s: sum(r.status == s for r in rows) for s in ("equal", "close", "differs", "non-finite", "shape")}
     if machine:
-        click.echo(json.dumps({"counts": counts, "notes": notes, "first": bad[0].as_dict() if bad else None, "differences": [r.as_dict() for r in bad]}))
+        click.echo(
+            json.dumps(
+                {"counts": counts, "notes": notes, "first": bad[0].as_dict() if bad else None, "differences": [r.as_dict() for r in bad]}
+            )
+        )
     else:
         for note in notes:
             click.echo(f"note: {note}")

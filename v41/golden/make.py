@@ -24,7 +24,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Run:
-    """How a run computes: the two calls that it makes of the model. The default holds all weights in memory; v41.stream reads them as it goes."""
+    """How a run computes: its two calls of the model. The default holds all weights in memory; v41.stream reads them as it goes."""
 
     record: Callable[..., tuple[Output, Cache, dict[str, Tensor]]] = api.record
     record_draft: Callable[..., tuple[Drafted | None, Cache, dict[str, Tensor]]] = api.record_draft
@@ -99,7 +99,14 @@ def compute(
 
 
 def _draft(
-    run: Run, params: Params, cache: Any, hidden: Tensor | None, token: Tensor | None, valid: Tensor | None, seen: dict[str, Tensor], prefix: str
+    run: Run,
+    params: Params,
+    cache: Any,
+    hidden: Tensor | None,
+    token: Tensor | None,
+    valid: Tensor | None,
+    seen: dict[str, Tensor],
+    prefix: str,
 ) -> tuple[dict[str, Tensor] | None, Any]:
     """One draft with its taps put into `seen`; nothing for a model without a draft head."""
     if params.draft is None:
@@ -144,9 +151,15 @@ def check_steps(steps: int) -> None:
 
 
 def write(
-    params: Params, tokens: Tensor, lengths: Tensor, run: dict[str, Any], parts: dict[str, dict[str, Tensor]], weights: dict[str, Any], out: Path
+    params: Params,
+    tokens: Tensor,
+    lengths: Tensor,
+    run: dict[str, Any],
+    parts: dict[str, dict[str, Tensor]],
+    weights: dict[str, Any],
+    out: Path,
 ) -> dict[str, Any]:
-    """Writes the parts and the manifest of a golden folder. `run` and `weights` go into the manifest; only `weights` says how they were read."""
+    """Writes the parts and the manifest of a golden folder. Of the manifest only `weights` says how they were read."""
     manifest = {
         "kind": "v41 golden",
         "schema": folder.SCHEMA,
