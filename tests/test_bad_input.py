@@ -39,7 +39,10 @@ STEPS: dict[str, tuple[Callable, str]] = {
     "another device": (lambda p, c: v41.step(p, c, torch.zeros(2, 1, dtype=torch.int64, device="meta")), r"tokens: on meta, the cache is on cpu"),
     "a negative id": (lambda p, c: v41.step(p, c, row(1, -4)), r"tokens: -4 at sequence 1, row 0 is not a token id \(0..511\)"),
     "an id too large": (lambda p, c: v41.step(p, c, row(512, 1)), r"tokens: 512 at sequence 0, row 0 is not a token id"),
-    "an image": (lambda p, c: v41.step(p, c, row(1, 511)), r"tokens: 511 at sequence 1, row 0 is the image token"),
+    "an image": (
+        lambda p, c: v41.step(replace(p, config=seeing(p)), replace(c, config=seeing(p)), row(1, 509)),
+        r"tokens: 509 at sequence 1, row 0 is the image token: there is no vision part",
+    ),
     "too many valid": (lambda p, c: v41.step(p, c, row(1, 2), valid=[1, 2]), r"valid: 2 at sequence 1 leaves 0..1"),
     "negative valid": (lambda p, c: v41.step(p, c, row(1, 2), valid=[-1, 1]), r"valid: -1 at sequence 0"),
     "valid of another batch": (lambda p, c: v41.step(p, c, row(1, 2), valid=[1]), r"valid: shape \[1\], not \[2\]"),
@@ -85,6 +88,11 @@ STEPS: dict[str, tuple[Callable, str]] = {
 
 def hidden(p: v41.Params, batch: int, rows: int) -> torch.Tensor:
     return torch.zeros(batch, rows, 3 * p.config.hidden_size, dtype=torch.bfloat16)
+
+
+def seeing(p: v41.Params) -> v41.Config:
+    """The config with an image token."""
+    return v41.Config.from_dict(p.config.to_dict() | {"image_token_id": 509})
 
 
 @pytest.mark.parametrize("name", STEPS)
