@@ -7,9 +7,12 @@ from importlib import import_module
 import click
 
 COMMANDS = {
+    "bench": "Figures of one run on this machine.",
     "checkpoint": "Make checkpoints by the weight recipe.",
+    "generate": "Continue a prompt, with drafts, streaming.",
     "golden": "Make, check and compare golden outputs.",
     "inspect": "What a checkpoint folder holds, from its headers.",
+    "plan": "What a placement on many ranks costs: bytes, collectives, time.",
 }
 
 

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The static shape of a step: what it is for, and how many rows it has."""
+
+import re
+from dataclasses import dataclass
+
+from v41.spec.config import Config
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """`decode6`: verification of a token and 5 drafts, choice, new drafts; `prefill4096`: as many prompt rows, logits of the last one."""
+
+    kind: str
+    rows: int
+    batch: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.rows}"
+
+    @property
+    def tokens(self) -> int:
+        """Rows of all sequences."""
+        return self.rows * self.batch
+
+    @property
+    def logits(self) -> int:
+        """Rows that need logits."""
+        return self.tokens if self.kind == "decode" else self.batch
+
+
+def bucket_named(name: str) -> Bucket:
+    """`decode6`, `prefill4096`: ValueError for any other form."""
+    found = re.fullmatch(r"(decode|prefill)([1-9]\d*)", name)
+    if not found:
+        raise ValueError(f"bucket {name!r}: decode or prefill and a number of rows, `decode6` or `prefill4096`")
+    return Bucket(found[1], int(found[2]))
+
+
+def check_fits(config: Config, bucket: Bucket, capacity: int) -> None:
+    """ValueError where a bucket or a capacity is not possible with this model."""
+    if not bucket.rows <= capacity <= config.max_position_embeddings:
+        raise ValueError(f"capacity {capacity}: between the {bucket.rows} rows of {bucket.name} and {config.max_position_embeddings}")
