@@ -51,7 +51,7 @@ STEPS: dict[str, tuple[Callable, str]] = {
         r"tokens: sequence 0 holds 6 positions and gets 5 more, the capacity is 10",
     ),
     "unknown logits": (lambda p, c: v41.step(p, c, row(1, 2), logits="some"), r"logits: 'some' is not one of"),
-    "no cache": (lambda p, c: v41.step(p, None, row(1, 2)), r"cache: a NoneType, not a Cache"),
+    "no cache": (lambda p, c: v41.step(p, None, row(1, 2)), r"cache: a NoneType, not Cache"),
     "no params": (lambda p, c: v41.step(None, c, row(1, 2)), r"params: a NoneType, not Params"),
     "other numerics": (
         lambda p, c: v41.step(replace(p, numerics=v41.Numerics("exact")), c, row(1, 2)),
@@ -169,3 +169,74 @@ def test_a_saved_cache_is_refused_by_other_numerics_and_after_a_change(params: v
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(ValueError, match="no manifest of a saved cache"):
         v41.load_cache(params, tmp_path)
+
+
+def sample(**changed: torch.Tensor) -> v41.Sample:
+    given = {"temperature": torch.ones(2), "top_p": torch.ones(2), "uniforms": torch.full((2, 5), 0.5)} | changed
+    return v41.Sample(**given)
+
+
+RAW = {
+    "ops by name": (lambda p, c: v41.step(p, c, row(1, 2), ops="cpu"), "ops: a str, not Backend"),
+    "valid of letters": (lambda p, c: v41.step(p, c, row(1, 2), valid="ab"), "valid: 'ab' is no tensor or list of numbers"),
+    "ragged valid": (lambda p, c: v41.step(p, c, row(1, 2), valid=[[1], [1, 2]]), "valid: .* is no tensor"),
+    "logits switched off by False": (lambda p, c: v41.step(p, c, row(1, 2), logits=False), "logits: False is not one of"),
+    "record without a cache": (lambda p, c: v41.record(p, None, row(1, 2)), "cache: a NoneType, not Cache"),
+    "rewind to nothing": (lambda p, c: v41.rewind(c, None), "length: None is no tensor"),
+    "rewind of nothing": (lambda p, c: v41.rewind(None, [1]), "cache: a NoneType"),
+    "take of letters": (lambda p, c: v41.take(c, "a"), "sequences: 'a' is no tensor"),
+    "init_cache without params": (lambda p, c: v41.init_cache(None, 1, 4), "params: a NoneType"),
+    "head without a boundary": (lambda p, c: v41.head(p, None), "boundary: a NoneType"),
+    "layers by text": (lambda p, c: v41.layers(p, *v41.embed(p, c, row(1, 2))[::-1], "0", 1), "layers: '0'..1 are no layers"),
+    "layers with the cache before embed": (lambda p, c: v41.layers(p, c, v41.embed(p, c, row(1, 2))[0], 0, 1), r"cache: holds \[6, 3\] positions, the boundary ends at \[7, 4\]"),
+    "layers with another batch": (lambda p, c: v41.layers(p, v41.take(c, [0]), v41.embed(p, c, row(1, 2))[0], 0, 1), "boundary: 2 sequences, the cache has 1"),
+    "numerics by name": (lambda p, c: v41.load_params(TINY, numerics="exact"), "numerics: 'exact' is a str, not v41.Numerics"),
+    "a negative temperature": (lambda p, c: v41.draft(p, c, hidden(p, 2, 1), torch.tensor([1, 2]), valid=[0, 0], sample=sample(temperature=-torch.ones(2))), "sample.temperature: -1.0 at"),
+    "a temperature that is NaN": (lambda p, c: v41.draft(p, c, hidden(p, 2, 1), torch.tensor([1, 2]), valid=[0, 0], sample=sample(temperature=torch.full((2,), float("nan")))), "sample.temperature: nan"),
+    "a uniform of 1": (lambda p, c: v41.draft(p, c, hidden(p, 2, 1), torch.tensor([1, 2]), valid=[0, 0], sample=sample(uniforms=torch.ones(2, 5))), "sample.uniforms: 1.0 at"),
+    "uniforms of float64": (lambda p, c: v41.draft(p, c, hidden(p, 2, 1), torch.tensor([1, 2]), valid=[0, 0], sample=sample(uniforms=torch.zeros(2, 5).double())), "sample.uniforms: dtype torch.float64"),
+    "one stop string instead of a list": (lambda p, c: v41.generate(p, [[1]], max_tokens=1, stop_strings="ab"), "stop_strings: 'ab' is a string"),
+    "a prompt of fractions": (lambda p, c: v41.generate(p, [[0.9, 5]], max_tokens=1), r"prompts\[0\]: .* is neither a text nor a list of token ids"),
+    "flat prompts": (lambda p, c: v41.generate(p, [0, 1], max_tokens=1), r"prompts\[0\]: 0 is neither"),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_plausible_mistake_is_a_named_value_error(name: str, params: v41.Params, started: v41.Cache) -> None:
+    call, message = RAW[name]
+    with pytest.raises(ValueError, match=message):
+        call(params, started)
+
+
+def test_a_backend_may_name_its_parameters_as_it_likes_but_must_be_callable_alike(params: v41.Params, started: v41.Cache) -> None:
+    cpu = v41.available_backends()["cpu"]
+    seen = []
+    for tap in (lambda n, t: seen.append(n) or t, lambda *a: a[1], lambda name, tensor, more=1: tensor):
+        assert torch.equal(v41.step(params, started, row(1, 2), ops=replace(cpu, tap=tap))[0].logits, v41.step(params, started, row(1, 2))[0].logits)
+    assert "layers.3.h_out" in seen
+    for bad in (lambda n: n, lambda a, b, c: a):
+        with pytest.raises(TypeError, match="cannot be called like the spec's tap"):
+            replace(cpu, tap=bad)
+
+
+def test_a_poisoned_tap_reaches_the_logits(params: v41.Params, started: v41.Cache) -> None:
+    cpu, clean = v41.available_backends()["cpu"], v41.step(params, started, row(1, 2))[0].logits
+    for target in ("layers.0.attn_in", "layers.3.engram_out", "layers.6.ffn_out", "layers.7.pre_mix_out", "layers.2.route_weights"):
+        poisoned = replace(cpu, tap=lambda n, t, target=target: t * float("nan") if n == target else t)
+        assert torch.isnan(v41.step(params, started, row(1, 2), ops=poisoned)[0].logits).all(), target
+    zeroed = replace(cpu, tap=lambda n, t: torch.zeros_like(t) if n == "engram_hash_ids" else t)
+    assert not torch.equal(v41.step(params, started, row(1, 2), ops=zeroed)[0].logits, clean)
+
+
+def test_ambient_torch_state_changes_nothing(params: v41.Params, started: v41.Cache) -> None:
+    clean = v41.step(params, started, row(1, 2))[0].logits
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(v41.step(params, started, row(1, 2))[0].logits, clean)
+    with torch.inference_mode():
+        assert torch.equal(v41.step(params, started, row(1, 2))[0].logits, clean)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(v41.step(params, started, row(1, 2))[0].logits, clean)
+    finally:
+        torch.set_default_dtype(before)

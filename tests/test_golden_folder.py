@@ -148,6 +148,11 @@ CORRUPT = {
     "no tensors": (lambda p: edit_manifest(p, tensors={}), "lists no tensors"),
     "a part missing": (lambda p: (p / "decode.safetensors").unlink(), "decode.safetensors: missing"),
     "a part cut short": (lambda p: (p / "decode.safetensors").write_bytes((p / "decode.safetensors").read_bytes()[:-9]), "decode.safetensors"),
+    "no numerics": (lambda p: drop(p, "numerics"), "numerics is missing, not a dict"),
+    "no run": (lambda p: drop(p, "run"), "run is missing, not a dict"),
+    "no weights": (lambda p: drop(p, "weights"), "weights is missing, not a dict"),
+    "a recipe without a seed": (lambda p: edit_manifest(p, weights={"sha256": "", "recipe": {}}), "seed is missing, not a int"),
+    "a list of tensors": (lambda p: edit_manifest(p, tensors={"outputs": [1]}), "tensors.outputs is no list of a golden folder's tensors"),
     "other bytes": (garble, "has other bytes than the manifest's sha256 says"),
 }
 
@@ -155,6 +160,20 @@ CORRUPT = {
 def edit_manifest(path: Path, **values: object) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     folder.write_json(path / "manifest.json", manifest | values)
+
+
+def drop(path: Path, key: str) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest[key]
+    folder.write_json(path / "manifest.json", manifest)
+
+
+def test_a_refused_run_leaves_the_folder_that_was_there(copy: Path) -> None:
+    before = {f.name: f.read_bytes() for f in copy.iterdir()}
+    for bad in (("--ids", "0 5", "--steps", 200000), ("--ids", "0 999"), ("--regime", "released", "--ids", "0 5 9", "--ids", "0 1")):
+        result = run("golden", "make", TINY, *bad, "--out", copy)
+        assert isinstance(result.exception, ValueError)
+        assert {f.name: f.read_bytes() for f in copy.iterdir()} == before
 
 
 @pytest.mark.parametrize("name", CORRUPT)

@@ -121,7 +121,7 @@ def play(numerics: str, sequences: list[int], schedule: list[tuple], folder: Pat
 
 
 batches = st.lists(st.integers(0, SEQUENCES - 1), min_size=1, max_size=4)
-quick = dict(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+quick = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck), "database": None}
 
 
 @pytest.mark.parametrize("numerics", BOUND)

@@ -34,7 +34,7 @@ def available_backends() -> dict[str, Backend]:
 
 def _backend(ops: Backend | None, device: torch.device) -> Backend:
     if ops is not None:
-        return ops
+        return checks.kind("ops", ops, Backend)
     if device.type == "cpu":
         return cpu
     found = available_backends()
@@ -48,6 +48,7 @@ def init_cache(params: Params, batch: int, capacity: int, *, slack: int = SLACK)
 
     Raises ValueError for sizes below 1 (slack: below 0) and a capacity above max_position_embeddings.
     """
+    checks.kind("params", params, Params)
     for name, value, least in (("batch", batch, 1), ("capacity", capacity, 1), ("slack", slack, 0)):
         if type(value) is not int or value < least:
             raise ValueError(f"{name}: {value!r} is not an integer of at least {least}")
@@ -68,6 +69,7 @@ def _checked(params: Params, cache: Cache, tokens: Tensor, valid: Any) -> tuple[
     return valid, checks.first_position(cache, valid, rows)
 
 
+@torch.autocast("cpu", enabled=False)
 @torch.no_grad()
 def step(
     params: Params, cache: Cache, tokens: Tensor, *, valid: Any = None, logits: str | None = None, ops: Backend | None = None
@@ -87,11 +89,13 @@ def record(
     params: Params, cache: Cache, tokens: Tensor, *, valid: Any = None, logits: str | None = None, ops: Backend | None = None
 ) -> tuple[Output, Cache, Taps]:
     """`step`, plus every tap by name."""
+    checks.same_model(params, cache)
     recording, taps = recorder(_backend(ops, cache.length.device))
     out, cache = step(params, cache, tokens, valid=valid, logits=logits, ops=recording)
     return out, cache, taps
 
 
+@torch.autocast("cpu", enabled=False)
 @torch.no_grad()
 def embed(params: Params, cache: Cache, tokens: Tensor, *, valid: Any = None, ops: Backend | None = None) -> tuple[Boundary, Cache]:
     """The boundary before layer 0, and the cache with its length advanced. step = head after layers(0, n) after embed."""
@@ -99,26 +103,32 @@ def embed(params: Params, cache: Cache, tokens: Tensor, *, valid: Any = None, op
     return model.embed(params, cache, tokens, valid, start, _backend(ops, tokens.device))
 
 
+@torch.autocast("cpu", enabled=False)
 @torch.no_grad()
 def layers(params: Params, cache: Cache, boundary: Boundary, a: int, b: int, *, ops: Backend | None = None) -> tuple[Boundary, Cache]:
     """Layers a .. b - 1 on a boundary before layer a. Raises ValueError when the boundary lies elsewhere."""
     checks.same_model(params, cache)
+    checks.joins(cache, boundary)
     count = params.config.num_hidden_layers
-    if not 0 <= a <= b <= count:
-        raise ValueError(f"layers: {a}..{b} are no layers of a model with {count}")
+    if type(a) is not int or type(b) is not int or not 0 <= a <= b <= count:
+        raise ValueError(f"layers: {a!r}..{b!r} are no layers of a model with {count}")
     if boundary.layer != a:
         raise ValueError(f"layers: the boundary lies before layer {boundary.layer}, not {a}")
     return model.layers(params, cache, boundary, b, _backend(ops, boundary.stream.device))
 
 
+@torch.autocast("cpu", enabled=False)
 @torch.no_grad()
 def head(params: Params, boundary: Boundary, *, logits: str | None = None, ops: Backend | None = None) -> Tensor | None:
     """Logits of a boundary behind the last layer."""
+    checks.kind("params", params, Params)
+    checks.kind("boundary", boundary, Boundary)
     if boundary.layer != params.config.num_hidden_layers:
         raise ValueError(f"head: the boundary lies before layer {boundary.layer} of {params.config.num_hidden_layers}")
     return model.head(params, boundary, checks.logit_rows(logits, params), _backend(ops, boundary.stream.device))
 
 
+@torch.autocast("cpu", enabled=False)
 @torch.no_grad()
 def draft(
     params: Params,
@@ -150,6 +160,7 @@ def record_draft(
     ops: Backend | None = None,
 ) -> tuple[Drafted | None, Cache, Taps]:
     """`draft`, plus every tap of the draft head by name."""
+    checks.same_model(params, cache)
     recording, taps = recorder(_backend(ops, cache.length.device))
     drafted, cache = draft(params, cache, hidden, token, valid=valid, sample=sample, ops=recording)
     return drafted, cache, taps
@@ -176,8 +187,7 @@ def _checked_draft(params: Params, cache: Cache, hidden: Tensor, token: Tensor |
         token = checks.integers("token", token, (batch,), cache.length.device)
         checks.token_ids("token", token, torch.ones_like(token, dtype=torch.bool), config)
     if sample is not None:
-        for name, shape in (("temperature", (batch,)), ("top_p", (batch,)), ("uniforms", (batch, config.dspark_block_size))):
-            checks.same_shape(f"sample.{name}", getattr(sample, name), shape)
+        checks.draws(sample, batch, config.dspark_block_size)
     return valid
 
 

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from v41 import checks, tree
@@ -24,7 +23,8 @@ def take(cache: Cache, sequences: Any) -> Cache:
 
     Raises ValueError for an index outside the batch.
     """
-    index = checks.integers("sequences", torch.as_tensor(sequences), (None,), cache.length.device)
+    checks.kind("cache", cache, Cache)
+    index = checks.integers("sequences", checks.tensor_of("sequences", sequences, cache.length.device), (None,), cache.length.device)
     wrong = (index < 0) | (index >= cache.batch)
     if wrong.any():
         raise ValueError(f"sequences: {index.tolist()} leaves 0..{cache.batch - 1}")
@@ -67,6 +67,7 @@ def load_cache(params: Params, directory: str | Path) -> Cache:
         raise ValueError(f"{file}: no manifest of a saved cache ({e})") from e
     if not isinstance(manifest, dict) or manifest.get("kind") != "v41 cache" or manifest.get("schema") != folder.SCHEMA:
         raise ValueError(f"{file}: not a saved cache of schema {folder.SCHEMA}")
+    folder.check_fields(file, manifest, {"batch": (int,), "capacity": (int,), "slack": (int,), "tensors": (dict,)})
     for key, want in _identity(params).items():
         if manifest.get(key) != want:
             raise ValueError(f"{file}: {key} is {manifest.get(key)!r}, the parameters have {want!r}")
@@ -84,11 +85,13 @@ def load_cache(params: Params, directory: str | Path) -> Cache:
 
 def _leaves(file: Path, listed: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors of the file, each checked against its digest."""
+    if not file.is_file():
+        raise ValueError(f"{file}: missing, the manifest lists {len(listed)} tensors in it")
     entries = read_header(file)
     if set(entries) != set(listed):
         raise ValueError(f"{file}: {sorted(set(entries) ^ set(listed))[0]} stands only in the file or only in the manifest")
     leaves = {name: read_tensor(file, name, entry) for name, entry in entries.items()}
     for name, leaf in leaves.items():
-        if folder.digest(leaf) != listed[name]["sha256"]:
+        if not isinstance(listed[name], dict) or folder.digest(leaf) != listed[name].get("sha256"):
             raise ValueError(f"{file}: {name} has other bytes than the manifest's sha256 says")
     return leaves

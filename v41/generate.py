@@ -92,7 +92,7 @@ class Progress:
 
 def token_lists(params: Params, prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
     """Every prompt as token ids; texts through the tokenizer as they are, no token added."""
-    if isinstance(prompts, str) or not len(prompts):
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
         raise ValueError(f"prompts: {prompts!r} is not a list of token lists or texts")
     made = []
     for i, prompt in enumerate(prompts):
@@ -100,7 +100,9 @@ def token_lists(params: Params, prompts: Sequence[Any], tokenizer: Any) -> list[
             if tokenizer is None:
                 raise ValueError(f"prompts[{i}]: a text, but there is no tokenizer")
             prompt = tokenizer.encode(prompt, add_special_tokens=False).ids
-        ids = [int(t) for t in prompt]
+        if not isinstance(prompt, Sequence) or any(type(t) is not int for t in prompt):
+            raise ValueError(f"prompts[{i}]: {prompt!r} is neither a text nor a list of token ids")
+        ids = list(prompt)
         bad = next((t for t in ids if not 0 <= t < params.config.vocab_size), None)
         if bad is not None or not ids:
             raise ValueError(f"prompts[{i}]: " + ("empty" if not ids else f"{bad} is not a token id (0..{params.config.vocab_size - 1})"))
@@ -227,6 +229,8 @@ def generate(
     for text that was held back to the end. Raises ValueError for bad arguments and where prompt and max_tokens do not fit
     max_position_embeddings.
     """
+    if isinstance(stop_strings, str):
+        raise ValueError(f"stop_strings: {stop_strings!r} is a string, not a list of strings")
     rule = rule or ("greedy" if temperature == 0 else "block")
     ending = Ending(
         tuple(stop_tokens) if stop_tokens is not None else (params.config.eos_token_id,), tuple(stop_strings), max_tokens, tokenizer

@@ -84,6 +84,13 @@ def folder_map(config: Config, directory: Path, token_map: Tensor | None = None)
     return map_from_tokenizer(config, directory / "tokenizer.json") if token_map is None else engram_map(config, torch.as_tensor(token_map))
 
 
+def checked_numerics(value: Numerics | None) -> Numerics:
+    """The value, `faithful` for None; ValueError for anything else, a regime's name for example."""
+    if value is not None and not isinstance(value, Numerics):
+        raise ValueError(f"numerics: {value!r} is a {type(value).__name__}, not v41.Numerics")
+    return value or Numerics()
+
+
 def load_params(directory: str | Path, *, numerics: Numerics | None = None, draft: bool = True, token_map: Tensor | None = None) -> Params:
     """The parameters of a folder in the released layout, every tensor in its stored dtype.
 
@@ -96,7 +103,7 @@ def load_params(directory: str | Path, *, numerics: Numerics | None = None, draf
     folder = open_folder(directory)
     check_folder(folder, config, draft)
     known = folder_map(config, directory, token_map)
-    return build_params(config, numerics or Numerics(), lambda s: read_leaf(folder, s), known, draft)
+    return build_params(config, checked_numerics(numerics), lambda s: read_leaf(folder, s), known, draft)
 
 
 def init_params(config: Config, seed: int, token_map: Tensor | None = None, *, numerics: Numerics | None = None, draft: bool = True) -> Params:
@@ -107,7 +114,7 @@ def init_params(config: Config, seed: int, token_map: Tensor | None = None, *, n
     known: EngramMap | None = None
     if config.engram_layer_ids:
         known = engram_map(config, default_token_map(config) if token_map is None else torch.as_tensor(token_map))
-    return build_params(config, numerics or Numerics(), lambda s: recipe_leaf(s, seed), known, draft)
+    return build_params(config, checked_numerics(numerics), lambda s: recipe_leaf(s, seed), known, draft)
 
 
 def recipe_leaf(spec: ParamSpec, seed: int) -> Tensor:

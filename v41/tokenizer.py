@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Engram token map: which token ids share one row of the compressed vocabulary (docs/model.md, Engram)."""
+"""The Engram token map: which token ids share one row of the compressed vocabulary (docs/model.md 8)."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 REPLACEMENT = "\ufffd"  # what partial UTF-8 decodes to
 SPACE_MARK = "\ue000"  # private use: stands for a lone space while both ends are stripped
+
+
+def open_tokenizer(path: str | Path) -> Any:
+    """The raw tokenizer of a tokenizer.json; ValueError where there is none or it cannot be read."""
+    from tokenizers import Tokenizer
+
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: no such tokenizer file")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as e:  # the package raises nothing narrower
+        raise ValueError(f"{path}: not a tokenizer.json: {e}") from e
 
 
 def token_map(tokenizer_path: str | Path) -> np.ndarray:
@@ -16,12 +29,10 @@ def token_map(tokenizer_path: str | Path) -> np.ndarray:
     case, each run of space, tab, CR and LF to one space, both ends stripped (a lone space stays); the text itself where that leaves
     nothing; the raw token where its text has U+FFFD, that is, where it is part of a character.
     """
-    from tokenizers import Regex, Tokenizer, normalizers  # an import of 30 ms that only checkpoints with Engram need
+    from tokenizers import Regex, normalizers  # an import of 30 ms that only checkpoints with Engram need
 
     path = Path(tokenizer_path)
-    if not path.is_file():
-        raise ValueError(f"{path}: no such tokenizer file")
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = open_tokenizer(path)
     steps = [normalizers.NFKC(), normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()]
     steps += [normalizers.Replace(Regex(r"[ \t\r\n]+"), " "), normalizers.Replace(Regex(r"^ $"), SPACE_MARK), normalizers.Strip()]
     normalizer = normalizers.Sequence([*steps, normalizers.Replace(SPACE_MARK, " ")])

@@ -39,9 +39,9 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Runs the command line; a ValueError is the user's to mend: its text on stderr and exit 2."""
+    """Runs the command line; a ValueError, or a file that cannot be read or written, is the user's to mend: its text on stderr and exit 2."""
     try:
-        cli(standalone_mode=True)
-    except ValueError as e:
+        cli(prog_name="v41", standalone_mode=True)
+    except (ValueError, OSError) as e:
         click.echo(f"v41: {e}", err=True)
         sys.exit(2)

@@ -40,8 +40,9 @@ def checkpoint() -> None:
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="tokenizer.json to take along; without one a stand-in.")
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--shard-bytes", default=5_000_000, show_default=True, help="Payload bytes a shard.")
-@click.option("--prompt", default=151, show_default=True, help="Random tokens of the run that the manifest's coverage speaks of; 0: none.")
-def make(config_name: str, seed: int, tokenizer: Path | None, out: Path, shard_bytes: int, prompt: int) -> None:
+@click.option("--prompt", type=click.IntRange(min=0), default=151, show_default=True, help="Random tokens of the run that the manifest's coverage speaks of; 0: none.")
+@click.option("--json", "machine", is_flag=True, help="Print JSON on stdout.")
+def make(config_name: str, seed: int, tokenizer: Path | None, out: Path, shard_bytes: int, prompt: int, machine: bool) -> None:
     """Writes config, shards, index, tokenizer and a manifest with the recipe's seed and what a run exercises."""
     config = named_config(config_name)
     known = default_token_map(config) if config.engram_layer_ids else None
@@ -57,7 +58,10 @@ def make(config_name: str, seed: int, tokenizer: Path | None, out: Path, shard_b
     if prompt:
         manifest["coverage"] = exercise(params, prompt)
     folder.write_json(out / folder.MANIFEST, manifest)
-    click.echo(f"{out}: {json.dumps(manifest['coverage']) if prompt else 'no coverage run'}")
+    if machine:
+        click.echo(json.dumps({"out": str(out), **manifest}))
+    else:
+        click.echo(f"{out}: {json.dumps(manifest['coverage']) if prompt else 'no coverage run'}")
 
 
 def exercise(params: Params, rows: int) -> dict[str, object]:

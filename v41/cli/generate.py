@@ -13,6 +13,7 @@ from v41.chat import encode_chat
 from v41.generate import Generation, Statistics
 from v41.generate import generate as run
 from v41.params_io import load_params
+from v41.tokenizer import open_tokenizer
 
 
 @click.command()
@@ -43,7 +44,7 @@ def generate(
     machine: bool,
 ) -> None:
     """Continue prompts with the model of a CHECKPOINT folder. Figures go to stderr."""
-    tokenizer = read_tokenizer(checkpoint / "tokenizer.json")
+    tokenizer = open_tokenizer(checkpoint / "tokenizer.json")
     if not chat and (system is not None or effort is not None):
         raise ValueError("--system and --effort: only with --chat")
     params = load_params(checkpoint, draft=not no_draft)
@@ -56,14 +57,6 @@ def generate(
     show = None if machine else printer(len(lists))
     made = run(params, lists, draft=not no_draft and params.draft is not None, tokenizer=tokenizer, on_token=show, **options)
     tell(made, machine, len(lists))
-
-
-def read_tokenizer(path: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    if not path.is_file():
-        raise ValueError(f"{path}: no such tokenizer file")
-    return Tokenizer.from_file(str(path))
 
 
 def in_chat(prompt: str, system: str | None, effort: str | None) -> str:

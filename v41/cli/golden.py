@@ -23,9 +23,10 @@ from v41.sharding.tables import rules_named
 from v41.spec.config import Config
 from v41.spec.numerics import INDEX_KEYS, REGIMES, Numerics
 from v41.stream import check_streamed, prepare_run
+from v41.tokenizer import open_tokenizer
 
 as_json = click.option("--json", "machine", is_flag=True, help="Print JSON on stdout.")
-within = click.option("--tolerance", default=0.0, show_default=True, help="Relative L2 up to which a float tensor passes; 0: bit for bit.")
+within = click.option("--tolerance", type=click.FloatRange(min=0, max=1), default=0.0, show_default=True, help="Relative L2 up to which a float tensor passes; 0: bit for bit.")
 
 
 @click.group()
@@ -37,18 +38,15 @@ def read_prompts(directory: Path, texts: tuple[str, ...], ids: tuple[str, ...], 
     """Token lists: every --text through the checkpoint's tokenizer with bos in front, every --ids as it is."""
     prompts = []
     if texts:
-        from tokenizers import Tokenizer
-
-        file = directory / "tokenizer.json"
-        if not file.is_file():
-            raise ValueError(f"--text: {directory} has no tokenizer.json; give --ids")
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = open_tokenizer(directory / "tokenizer.json")
         prompts += [[bos, *tokenizer.encode(text, add_special_tokens=False).ids] for text in texts]
     for listed in ids:
         try:
             prompts.append([int(i) for i in listed.replace(",", " ").split()])
         except ValueError as e:
             raise ValueError(f"--ids: {listed!r} is no list of integers") from e
+        if any(abs(i) >= 2**63 for i in prompts[-1]):
+            raise ValueError(f"--ids: {listed!r} has an id beyond 64 bits")
     if not prompts:
         raise ValueError("give at least one --text or --ids")
     return prompts
@@ -162,7 +160,15 @@ def exercised(flags: dict[str, Any]) -> str:
 def recipe_of(checkpoint: Path) -> dict[str, Any] | None:
     """The recipe of a checkpoint that was made by it: what its manifest.json says, else None."""
     file = checkpoint / folder.MANIFEST
-    return json.loads(file.read_text(encoding="utf-8")).get("recipe") if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        recipe = json.loads(file.read_text(encoding="utf-8")).get("recipe")
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as e:
+        raise ValueError(f"{file}: not a checkpoint's manifest: {e}") from e
+    if recipe is not None:
+        folder.check_fields(file, recipe, {"seed": (int,)})
+    return recipe
 
 
 @golden.command()

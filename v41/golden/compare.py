@@ -63,7 +63,8 @@ def same_width(name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if neutral is None or a.dtype != b.dtype or a.shape[:-1] != b.shape[:-1]:
         return a, b
     width = max(a.shape[-1], b.shape[-1])
-    return tuple(functional.pad(t, (0, width - t.shape[-1]), value=neutral) for t in (a, b))
+    a, b = (functional.pad(t, (0, width - t.shape[-1]), value=neutral) for t in (a, b))
+    return a, b
 
 
 def diff(a: Golden, b: Golden, tolerance: float) -> list[Difference]:

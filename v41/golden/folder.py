@@ -50,16 +50,25 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(part, path)
 
 
-def prepare(path: Path) -> None:
-    """Makes the folder; ValueError when it holds anything but an earlier golden folder. The old manifest goes first: what is half written is no folder."""
+FIELDS: dict[str, tuple[type, ...]] = dict.fromkeys(("numerics", "versions", "run", "weights", "config", "tensors"), (dict,)) | {"config_sha256": (str,)}
+RUN: dict[str, tuple[type, ...]] = {"batch": (int,), "lengths": (list,), "steps": (int,), "taps": (bool,), "draft": (bool,)}
+KNOWN = (MANIFEST, *(f"{p}.safetensors" for p in PARTS))
+
+
+def check_out(path: Path) -> None:
+    """ValueError when the path is a file, or a folder that holds anything but an earlier golden folder. Nothing is written."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"out: {path} is a file")
-    path.mkdir(parents=True, exist_ok=True)
-    known = {MANIFEST, *(f"{p}.safetensors" for p in PARTS)}
-    foreign = sorted(f.name for f in path.iterdir() if f.name.removesuffix(".part") not in known)
+    foreign = sorted(f.name for f in path.iterdir() if f.name.removesuffix(".part") not in KNOWN) if path.exists() else []
     if foreign:
         raise ValueError(f"out: {path} holds {foreign[0]}, which no golden folder has; choose an empty folder")
-    for name in known:
+
+
+def prepare(path: Path) -> None:
+    """Makes the folder and empties it, the old manifest first: what is half written is no folder."""
+    check_out(path)
+    path.mkdir(parents=True, exist_ok=True)
+    for name in KNOWN:
         (path / name).unlink(missing_ok=True)
 
 
@@ -107,11 +116,34 @@ def open_golden(path: str | Path) -> Golden:
         raise ValueError(f"{file}: no manifest of a golden folder (kind is not 'v41 golden')")
     if manifest.get("schema") != SCHEMA:
         raise ValueError(f"{file}: schema {manifest.get('schema')!r}; this version reads {SCHEMA}")
-    if not isinstance(manifest.get("tensors"), dict) or not manifest["tensors"]:
+    check_fields(file, manifest, FIELDS)
+    check_fields(file, manifest["run"], RUN)
+    check_fields(file, manifest["weights"], {"sha256": (str,), "recipe": (dict, type(None))})
+    if manifest["weights"]["recipe"] is not None:
+        check_fields(file, manifest["weights"]["recipe"], {"seed": (int,)})
+    if not manifest["tensors"]:
         raise ValueError(f"{file}: lists no tensors")
+    check_listed(file, manifest["tensors"])
     for part, listed in manifest["tensors"].items():
         _check_part(path / f"{part}.safetensors", listed)
     return Golden(path, manifest)
+
+
+def check_fields(file: Path, value: dict[str, Any], fields: dict[str, tuple[type, ...]]) -> None:
+    """ValueError for the first key that is missing or of another type."""
+    for key, kinds in fields.items():
+        if key not in value or not isinstance(value[key], kinds):
+            found = f"a {type(value[key]).__name__}" if key in value else "missing"
+            raise ValueError(f"{file}: {key} is {found}, not a {' or '.join(k.__name__ for k in kinds)}")
+
+
+def check_listed(file: Path, parts: dict[str, Any]) -> None:
+    """ValueError where a part is unknown or a tensor's entry has not dtype, shape and sha256."""
+    for part, listed in parts.items():
+        if part not in PARTS or not isinstance(listed, dict) or not all(isinstance(e, dict) for e in listed.values()):
+            raise ValueError(f"{file}: tensors.{part} is no list of a golden folder's tensors")
+        for entry in listed.values():
+            check_fields(file, entry, {"dtype": (str,), "shape": (list,), "sha256": (str,)})
 
 
 def _check_part(file: Path, listed: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import Tensor
@@ -72,9 +72,12 @@ class Backend:
 
     def __post_init__(self) -> None:
         for f in fields(self)[1:]:
-            want, got = list(signature(definition(f)).parameters), list(signature(getattr(self, f.name)).parameters)
-            if want != got:
-                raise TypeError(f"{self.name}.{f.name} takes {got}, the spec says {want}")
+            want, got = signature(definition(f)), signature(getattr(self, f.name))
+            by_name = {n for n, p in want.parameters.items() if p.kind == Parameter.KEYWORD_ONLY}
+            try:
+                got.bind(*[None] * (len(want.parameters) - len(by_name)), **dict.fromkeys(by_name))
+            except TypeError as e:
+                raise TypeError(f"{self.name}.{f.name}{got} cannot be called like the spec's {f.name}{want}: {e}") from e
 
 
 def definition(field: Any) -> Callable:

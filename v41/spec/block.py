@@ -19,9 +19,7 @@ Pre = Wide[Tensor, "b s copies"]
 
 def mixes(p: Hyper, stream: Stream, config: Config, numerics: Numerics, ops: Backend) -> tuple[Pre, Pre, Wide[Tensor, "b s copies copies"]]:
     """pre, post and comb of one sublayer."""
-    return ops.hc_mixes(
-        stream, p.fn, p.scale, p.base, iters=config.hc_sinkhorn_iters, eps=config.hc_eps, norm_eps=config.rms_norm_eps, numerics=numerics
-    )
+    return ops.hc_mixes(stream, p.fn, p.scale, p.base, iters=config.hc_sinkhorn_iters, eps=config.hc_eps, norm_eps=config.rms_norm_eps, numerics=numerics)
 
 
 def moe(p: MoE, x: Act[Tensor, "b s dim"], k: int, name: str, config: Config, numerics: Numerics, ops: Backend) -> Act[Tensor, "b s dim"]:

@@ -52,8 +52,6 @@ def choice_cut(axis: str) -> str:
     return ""
 
 
-def elect(
-    score: Wide[Tensor, "*n"], token: I32[Tensor, "*n"], row: Act[Tensor, "*n d"], axis: str
-) -> tuple[I32[Tensor, "*n"], Act[Tensor, "*n d"]]:
+def elect(score: Wide[Tensor, "*n"], token: I32[Tensor, "*n"], row: Act[Tensor, "*n d"], axis: str) -> tuple[I32[Tensor, "*n"], Act[Tensor, "*n d"]]:
     """(token, row) of the rank with the best score; the lower token wins a tie. `row` is what the rank knows of its token, maybe nothing."""
     return token, row

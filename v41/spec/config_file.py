@@ -91,7 +91,7 @@ def parse(published: dict[str, Any]) -> dict[str, Any]:
         if type(values[key]) is not kind:
             raise ValueError(f"config: {key} is {values[key]!r}, not a {kind.__name__}")
     values |= {k: _integer(published, k) for k in TOKENS}
-    values["image_token_id"] = _integer(published, "image_token_id") if "image_token_id" in published else None
+    values["image_token_id"] = None if published.get("image_token_id") is None else _integer(published, "image_token_id")
     values["vision"] = published.get("vision_config") is not None
     if not isinstance(published.get("vision_config"), dict | None):
         raise ValueError(f"config: vision_config is {published['vision_config']!r}, not an object or null")

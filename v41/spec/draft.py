@@ -15,7 +15,7 @@ from v41.spec.ops.choose import Sample, best_of
 from v41.spec.ops.norm import wide
 from v41.spec.ops.place import EMBED, HEAD, MARKOV
 from v41.spec.ops.rope import layer_frequencies
-from v41.spec.params import Attention, Params
+from v41.spec.params import Attention, Layer, Params
 from v41.spec.slots import Call, call_rows, draft_list, locate
 from v41.spec.types import I32, Act, Ids, Wide
 
@@ -75,7 +75,7 @@ def stages(params: Params, cache: Cache, token: I32[Tensor, "b"], held: int | No
     call = call_rows(cache.draft_length, torch.full_like(token, block_size), block_size, None)
     for j, stage in enumerate(p.stages):
 
-        def attend(x: Tensor, stage: object = stage, ring: Tensor = cache.draft[j]) -> tuple[Tensor, None]:
+        def attend(x: Tensor, stage: Layer = stage, ring: Tensor = cache.draft[j]) -> tuple[Tensor, None]:
             return draft_attention(stage.attn, ring, x, call, held, params, ops), None
 
         stream, pre, _ = block(stage, stream, pre, attend, config.draft_experts_per_tok, f"mtp.{j}.", config, numerics, ops)

@@ -11,9 +11,9 @@ from v41.spec.backend import Backend
 from v41.spec.block import block, engram, engram_memory, engram_part
 from v41.spec.cache import Cache, LayerCache, advance
 from v41.spec.handed import Boundary, Handed
+from v41.spec.numerics import Numerics
 from v41.spec.ops.norm import wide
 from v41.spec.ops.place import EMBED, HEAD
-from v41.spec.numerics import Numerics
 from v41.spec.params import Engram, EngramMap, Params
 from v41.spec.slots import Call, call_rows, locate, ring_targets
 from v41.spec.types import I32, Act, Ids, Wide
@@ -66,22 +66,18 @@ def hashed(
     history = cache.history
     if params.engram_map is not None:
         rows, history = hash_ids(params.engram_map, cache.history, ids, call, cache, ops)
-        ops.tap("engram_hash_ids", torch.stack(rows, 2))
+        rows = ops.tap("engram_hash_ids", torch.stack(rows, 2)).unbind(2)
     return call, ids, rows, replace(advance(cache, valid), history=history)
 
 
-def embed(
-    params: Params, cache: Cache, tokens: Ids[Tensor, "b s"], valid: I32[Tensor, "b"], start: int | None, ops: Backend
-) -> tuple[Boundary, Cache]:
+def embed(params: Params, cache: Cache, tokens: Ids[Tensor, "b s"], valid: I32[Tensor, "b"], start: int | None, ops: Backend) -> tuple[Boundary, Cache]:
     """The boundary before layer 0, and the cache with its length and token history advanced."""
     call, ids, rows, cache = hashed(params, cache, tokens, valid, start, ops)
     (h,) = ops.lookups((embed_part(params, ids, ops),), (EMBED,))
     return Boundary(*start_of(params, h), call, Handed(None, cache.index_slot, None, None), rows, (), 0), cache
 
 
-def embed_ahead(
-    params: Params, cache: Cache, tokens: Ids[Tensor, "b s"], valid: I32[Tensor, "b"], start: int | None, ops: Backend
-) -> tuple[Boundary, Cache]:
+def embed_ahead(params: Params, cache: Cache, tokens: Ids[Tensor, "b s"], valid: I32[Tensor, "b"], start: int | None, ops: Backend) -> tuple[Boundary, Cache]:
     """`embed` with the Engram rows of all layers read at the same time: ranks that hold parts of the tables then meet once."""
     call, ids, rows, cache = hashed(params, cache, tokens, valid, start, ops)
     tables = tuple(params.layers[i].engram for i in params.config.engram_layer_ids)
@@ -153,17 +149,13 @@ def scores(params: Params, boundary: Boundary, rows: str, cut: str, ops: Backend
     return ops.tap("logits", torch.where(live[..., None], logits, 0))
 
 
-def backbone(
-    params: Params, cache: Cache, tokens: Ids[Tensor, "b s"], valid: I32[Tensor, "b"], start: int | None, ops: Backend
-) -> tuple[Boundary, Cache]:
+def backbone(params: Params, cache: Cache, tokens: Ids[Tensor, "b s"], valid: I32[Tensor, "b"], start: int | None, ops: Backend) -> tuple[Boundary, Cache]:
     """The boundary behind the last layer."""
     boundary, cache = embed_ahead(params, cache, tokens, valid, start, ops)
     return layers(params, cache, boundary, params.config.num_hidden_layers, ops)
 
 
-def step(
-    params: Params, cache: Cache, tokens: Ids[Tensor, "b s"], valid: I32[Tensor, "b"], start: int | None, rows: str, ops: Backend
-) -> tuple[Output, Cache]:
+def step(params: Params, cache: Cache, tokens: Ids[Tensor, "b s"], valid: I32[Tensor, "b"], start: int | None, rows: str, ops: Backend) -> tuple[Output, Cache]:
     """embed, all layers, head."""
     boundary, cache = backbone(params, cache, tokens, valid, start, ops)
     return Output(head(params, boundary, rows, ops), hidden(boundary, ops)), cache

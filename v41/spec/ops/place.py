@@ -8,6 +8,7 @@ from v41.spec.types import BF16, I32, Act
 
 EMBED, HEAD, MARKOV = "embed.vocab", "head.vocab", "markov_head.vocab"  # the vocabulary of each table, for rules that cut one otherwise
 
+
 def embedding(ids: I32[Tensor, "*n"], table: BF16[Tensor, "vocab dim"], dtype: torch.dtype) -> Act[Tensor, "*n dim"]:
     """table[ids] in the activation dtype; zeros for an id that the table does not hold, so that parts of a table can be read and summed."""
     held = (ids >= 0) & (ids < table.shape[0])

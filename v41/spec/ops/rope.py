@@ -13,7 +13,7 @@ from v41.spec.types import F32, I32, Act
 
 def frequencies(dim: int, base: float, yarn: Yarn | None) -> F32[Tensor, "half"]:
     """f_i = base^(-2i/dim) in fp32; with YaRN slow pairs are divided by the factor, ramped between the corrected dims."""
-    f = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    f = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
     if yarn is None:
         return f
 
@@ -23,7 +23,7 @@ def frequencies(dim: int, base: float, yarn: Yarn | None) -> F32[Tensor, "half"]
     low = max(math.floor(corrected(yarn.beta_fast)), 0)
     high = min(math.ceil(corrected(yarn.beta_slow)), dim - 1)
     span = high - low if high != low else 0.001
-    smooth = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    smooth = 1 - ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / span).clamp(0, 1)
     return f / yarn.factor * (1 - smooth) + f * smooth
 
 
