@@ -29,8 +29,7 @@ SENTENCES = (
     "the table has one row for every short run of words",
     "One layer reads what another layer wrote, and the stream carries both.",
     "Every block keeps its own scale: a power of two, never a fraction.",
-    "Caf\u00e9, na\u00efve, r\u00e9sum\u00e9, \u00dcbergr\u00f6\u00dfe, \u00c5ngstr\u00f6m, se\u00f1or, "
-    "fa\u00e7ade, cr\u00e8me br\u00fbl\u00e9e.",
+    "Caf\u00e9, na\u00efve, r\u00e9sum\u00e9, \u00dcbergr\u00f6\u00dfe, \u00c5ngstr\u00f6m, se\u00f1or, fa\u00e7ade, cr\u00e8me br\u00fbl\u00e9e.",
     "Cafe, naive, resume, Ubergrosse, Angstrom, senor, facade, creme brulee.",
     "What is drafted must be checked; what is checked may be kept.",
     "Ten, twenty, thirty: 10, 20, 30. Then 1024 + 1024 = 2048.",

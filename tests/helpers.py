@@ -110,9 +110,7 @@ def stored_boundary(layer: int, params: v41.Params) -> tuple[v41.Cache, Boundary
         return cache, first
     below = f"layers.{layer - 1}."
     hashes = tuple(h.int().contiguous() for h in stored["engram_hash_ids"].unbind(2))
-    return cache, Boundary(
-        stored[below + "h_out"], stored[below + "pre_mix_out"], first.call, handed(layer, params.config), hashes, (), layer
-    )
+    return cache, Boundary(stored[below + "h_out"], stored[below + "pre_mix_out"], first.call, handed(layer, params.config), hashes, (), layer)
 
 
 # A config that is quick to vary

@@ -57,10 +57,7 @@ def test_uniforms_are_the_upper_bits_of_their_own_counter_and_of_nothing_else():
     key = torch.tensor(list(zip(seeds, ids, strict=True)), dtype=torch.int32)
     for first in (draws.NEXT, draws.DRAFT):
         got = draws.uniforms(key, torch.tensor(positions, dtype=torch.int32), first, 6)
-        want = [
-            [(threefry((s, i), (p, first + lane))[0] >> 8) * 2.0**-24 for lane in range(6)]
-            for s, i, p in zip(seeds, ids, positions, strict=True)
-        ]
+        want = [[(threefry((s, i), (p, first + lane))[0] >> 8) * 2.0**-24 for lane in range(6)] for s, i, p in zip(seeds, ids, positions, strict=True)]
         assert got.tolist() == want and got.dtype == torch.float32
         assert len({u for row in got.tolist() for u in row}) == 24, "two counters share a uniform"
 
@@ -226,11 +223,7 @@ def test_a_block_is_never_shorter_in_expectation_than_token_by_token():
     token, block = (expected_length(outcomes(accept, rule, p, q, OFFERS["all"])) for rule in ("token", "block"))
     assert block > token
     p, q = trees("good")
-    assert (
-        expected_length(outcomes(accept, "block", p, q, OFFERS["all"]))
-        == expected_length(outcomes(accept, "token", p, q, OFFERS["all"]))
-        == N + 1
-    )
+    assert expected_length(outcomes(accept, "block", p, q, OFFERS["all"])) == expected_length(outcomes(accept, "token", p, q, OFFERS["all"])) == N + 1
 
 
 def mutant(module, old, new):
@@ -299,9 +292,7 @@ def test_a_token_of_probability_0_is_never_accepted_nor_drawn_at_the_lowest_unif
     p = torch.tensor([[[0.0, 0.5, 0.5], [0.0, 0.5, 0.5]]])
     q = torch.tensor([[[1.0, 0.0, 0.0]]])
     zero = torch.zeros(1, 1)
-    accepted, token = getattr(accept, f"accept_{rule}")(
-        p, q, torch.tensor([[0]], dtype=torch.int32), torch.ones(1, dtype=torch.int32), zero, zero[:, 0]
-    )
+    accepted, token = getattr(accept, f"accept_{rule}")(p, q, torch.tensor([[0]], dtype=torch.int32), torch.ones(1, dtype=torch.int32), zero, zero[:, 0])
     assert accepted.tolist() == [0] and token.tolist() == [1]
 
 
@@ -311,9 +302,7 @@ def test_what_was_not_offered_may_hold_nan(rule):
     q = torch.tensor([[[0.5, 0.5], [torch.nan, torch.nan]]])
     function, drafts = getattr(accept, f"accept_{rule}"), torch.tensor([[1, 0]], dtype=torch.int32)
     for offered, want in ((0, (0, 0)), (1, (1, 0))):
-        accepted, token = function(
-            p, q, drafts, torch.tensor([offered], dtype=torch.int32), torch.full((1, 2), 0.5), torch.full((1,), 0.125)
-        )
+        accepted, token = function(p, q, drafts, torch.tensor([offered], dtype=torch.int32), torch.full((1, 2), 0.5), torch.full((1,), 0.125))
         assert (accepted.item(), token.item()) == want
 
 

@@ -73,7 +73,10 @@ STEPS: dict[str, tuple[Callable, str]] = {
         r"hidden: sequence 0 has draft rows up to position 6 and gets 1 more, which do not join on: the cache holds 8",
     ),
     "draft rows twice": (lambda p, c: v41.draft(p, c, hidden(p, 2, 1), None), r"gets 1 more, which do not join on: the cache holds 6"),
-    "hidden of another dtype": (lambda p, c: v41.draft(p, c, hidden(p, 2, 1).float(), None, valid=[0, 0]), r"hidden: torch.float32, not a tensor of torch.bfloat16"),
+    "hidden of another dtype": (
+        lambda p, c: v41.draft(p, c, hidden(p, 2, 1).float(), None, valid=[0, 0]),
+        r"hidden: torch.float32, not a tensor of torch.bfloat16",
+    ),
     "hidden of another width": (lambda p, c: v41.draft(p, c, hidden(p, 2, 1)[..., 1:], None, valid=[0, 0]), r"hidden: shape \[2, 1, 767\]"),
     "a draft token too large": (lambda p, c: v41.draft(p, c, hidden(p, 2, 1), torch.tensor([1, 600]), valid=[0, 0]), r"token: 600 at sequence 1"),
     "a draft without a head": (lambda p, c: v41.draft(replace(p, draft=None), c, hidden(p, 2, 1), None, valid=[0, 0]), r"params: no draft head"),
@@ -106,7 +109,10 @@ def test_a_bad_argument_is_refused_by_name(name: str, params: v41.Params, starte
 
 
 RELEASED = {
-    "a second chunk": (lambda p: v41.step(p, prefilled(p, 4), torch.zeros(1, 2, dtype=torch.int64)), "one prefill from empty, then one row at a time; 2 rows at position 4"),
+    "a second chunk": (
+        lambda p: v41.step(p, prefilled(p, 4), torch.zeros(1, 2, dtype=torch.int64)),
+        "one prefill from empty, then one row at a time; 2 rows at position 4",
+    ),
     "padding": (lambda p: v41.step(p, v41.init_cache(p, 1, 8), torch.zeros(1, 2, dtype=torch.int64), valid=[1]), "takes whole calls only"),
     "all logits": (lambda p: v41.step(p, v41.init_cache(p, 1, 8), torch.zeros(1, 2, dtype=torch.int64), logits="all"), "logits: 'all' is not one of"),
     "unequal lengths": (
@@ -188,13 +194,28 @@ RAW = {
     "init_cache without params": (lambda p, c: v41.init_cache(None, 1, 4), "params: a NoneType"),
     "head without a boundary": (lambda p, c: v41.head(p, None), "boundary: a NoneType"),
     "layers by text": (lambda p, c: v41.layers(p, *v41.embed(p, c, row(1, 2))[::-1], "0", 1), "layers: '0'..1 are no layers"),
-    "layers with the cache before embed": (lambda p, c: v41.layers(p, c, v41.embed(p, c, row(1, 2))[0], 0, 1), r"cache: holds \[6, 3\] positions, the boundary ends at \[7, 4\]"),
+    "layers with the cache before embed": (
+        lambda p, c: v41.layers(p, c, v41.embed(p, c, row(1, 2))[0], 0, 1),
+        r"cache: holds \[6, 3\] positions, the boundary ends at \[7, 4\]",
+    ),
     "layers with another batch": (lambda p, c: v41.layers(p, v41.take(c, [0]), v41.embed(p, c, row(1, 2))[0], 0, 1), "boundary: 2 sequences, the cache has 1"),
     "numerics by name": (lambda p, c: v41.load_params(TINY, numerics="exact"), "numerics: 'exact' is a str, not v41.Numerics"),
-    "a negative temperature": (lambda p, c: v41.draft(p, c, hidden(p, 2, 1), torch.tensor([1, 2]), valid=[0, 0], sample=sample(temperature=-torch.ones(2))), "sample.temperature: -1.0 at"),
-    "a temperature that is NaN": (lambda p, c: v41.draft(p, c, hidden(p, 2, 1), torch.tensor([1, 2]), valid=[0, 0], sample=sample(temperature=torch.full((2,), float("nan")))), "sample.temperature: nan"),
-    "a uniform of 1": (lambda p, c: v41.draft(p, c, hidden(p, 2, 1), torch.tensor([1, 2]), valid=[0, 0], sample=sample(uniforms=torch.ones(2, 5))), "sample.uniforms: 1.0 at"),
-    "uniforms of float64": (lambda p, c: v41.draft(p, c, hidden(p, 2, 1), torch.tensor([1, 2]), valid=[0, 0], sample=sample(uniforms=torch.zeros(2, 5).double())), "sample.uniforms: dtype torch.float64"),
+    "a negative temperature": (
+        lambda p, c: v41.draft(p, c, hidden(p, 2, 1), torch.tensor([1, 2]), valid=[0, 0], sample=sample(temperature=-torch.ones(2))),
+        "sample.temperature: -1.0 at",
+    ),
+    "a temperature that is NaN": (
+        lambda p, c: v41.draft(p, c, hidden(p, 2, 1), torch.tensor([1, 2]), valid=[0, 0], sample=sample(temperature=torch.full((2,), float("nan")))),
+        "sample.temperature: nan",
+    ),
+    "a uniform of 1": (
+        lambda p, c: v41.draft(p, c, hidden(p, 2, 1), torch.tensor([1, 2]), valid=[0, 0], sample=sample(uniforms=torch.ones(2, 5))),
+        "sample.uniforms: 1.0 at",
+    ),
+    "uniforms of float64": (
+        lambda p, c: v41.draft(p, c, hidden(p, 2, 1), torch.tensor([1, 2]), valid=[0, 0], sample=sample(uniforms=torch.zeros(2, 5).double())),
+        "sample.uniforms: dtype torch.float64",
+    ),
     "one stop string instead of a list": (lambda p, c: v41.generate(p, [[1]], max_tokens=1, stop_strings="ab"), "stop_strings: 'ab' is a string"),
     "a prompt of fractions": (lambda p, c: v41.generate(p, [[0.9, 5]], max_tokens=1), r"prompts\[0\]: .* is neither a text nor a list of token ids"),
     "flat prompts": (lambda p, c: v41.generate(p, [0, 1], max_tokens=1), r"prompts\[0\]: 0 is neither"),

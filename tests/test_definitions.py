@@ -394,9 +394,7 @@ def test_engram_rows_and_gates_follow_the_formulas(numerics):
         want = np.array([[engram.add(h[b, s], k[b, s], q, w, EPS, dead[b, s]) for s in range(3)] for b in range(2)])
         # 16 terms with a root of a dot product that may cancel: the float32 error of the gate is at most 2**-12 where it is tiny.
         gate_error = 2.0**-12 if numerics.rounds else 1e-8
-        bound = np.abs(values(kv))[..., None, 64:] * gate_error + (
-            values(half_step(torch.from_numpy(want), 8)) if numerics.rounds else 1e-12
-        )
+        bound = np.abs(values(kv))[..., None, 64:] * gate_error + (values(half_step(torch.from_numpy(want), 8)) if numerics.rounds else 1e-12)
         assert (np.abs(values(got) - want) <= bound).all()
         near = np.abs(values(got) - want) <= (values(half_step(torch.from_numpy(want), 8)) * 1.01 if numerics.rounds else 1e-12)
         assert near.mean() > 0.97

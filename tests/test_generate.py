@@ -146,9 +146,7 @@ def test_a_cache_that_is_not_taken_back_is_noticed(params, plain, all_accepted, 
 
 def test_every_token_is_told_once_with_the_text_that_it_completes(params, plain):
     told = []
-    made = v41.generate(
-        params, PROMPTS, max_tokens=MOST, stop_tokens=(), stop_strings=["ZZZZ"], tokenizer=Letters(), on_token=lambda *x: told.append(x)
-    )
+    made = v41.generate(params, PROMPTS, max_tokens=MOST, stop_tokens=(), stop_strings=["ZZZZ"], tokenizer=Letters(), on_token=lambda *x: told.append(x))
     for b, g in enumerate(made.sequences):
         assert [t for s, t, _ in told if s == b and t is not None] == list(g.tokens)
         assert "".join(text for s, _, text in told if s == b) == g.text == Letters().decode(list(g.tokens), skip_special_tokens=False)

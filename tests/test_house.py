@@ -25,9 +25,7 @@ STANDARD = frozenset(sys.stdlib_module_names)
 def tracked() -> list[Path]:
     """Every file of the repository but the golden data: what git tracks or would; all files where there is no git."""
     try:
-        listed = subprocess.run(
-            ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout
+        listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         found = [ROOT / line for line in listed.splitlines()]
     except (OSError, subprocess.CalledProcessError):
         hidden = [p for p in ROOT.rglob("*") if any(part[0] in "._" for part in p.relative_to(ROOT).parts[:-1])]

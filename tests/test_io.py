@@ -394,9 +394,7 @@ def test_missing_unlisted_and_doubled_shards_are_refused(tmp_path):
         open_folder(tmp_path)
     (tmp_path / "model-00001-of-00009.safetensors").unlink()
     write_file(second, dict(some(4)[1:]))  # layers.1.w is now in two shards
-    with pytest.raises(
-        ValueError, match="model-00002-of-00003.safetensors: layers.1.w: the index has it in model-00001-of-00003.safetensors"
-    ):
+    with pytest.raises(ValueError, match="model-00002-of-00003.safetensors: layers.1.w: the index has it in model-00001-of-00003.safetensors"):
         open_folder(tmp_path)
     (tmp_path / INDEX).unlink()
     with pytest.raises(ValueError, match="no model.safetensors.index.json"):

@@ -83,9 +83,7 @@ def test_activation_rounding_reproduces_every_bit():
     assert same_bits(formats.a8(t["x"].values), t["qdq"].codes)
 
 
-@pytest.mark.parametrize(
-    "name, encode, round_trip", [("e8m0_block32", formats.f4e_codes, formats.f4e), ("e4m3_block16", formats.f4s_codes, formats.f4s)]
-)
+@pytest.mark.parametrize("name, encode, round_trip", [("e8m0_block32", formats.f4e_codes, formats.f4e), ("e4m3_block16", formats.f4s_codes, formats.f4s)])
 def test_fp4_rounding_reproduces_every_bit(name, encode, round_trip):
     t = vectors("fp4_act_quant")
     codes, scales = encode(t["x"].values)

@@ -22,9 +22,7 @@ from v41.spec.ops import choose, draws
 
 torch.set_num_threads(1)
 G = torch.Generator().manual_seed(0)
-PROMPTS = [
-    torch.randint(3, 60, (n,), generator=G).tolist() for n in (3, 8, 9, 14)
-]  # below, at and around the window of 8; odd and even groups
+PROMPTS = [torch.randint(3, 60, (n,), generator=G).tolist() for n in (3, 8, 9, 14)]  # below, at and around the window of 8; odd and even groups
 CAPACITY, PLAIN = 120, 50
 
 
@@ -149,9 +147,7 @@ def test_the_budget_and_the_capacity_end_a_block_early(params, plain):
     tokens, caches, logits = plain
     state = forced(v41.init_spec(params, caches[0], logits, budget=torch.tensor([1, 3, 6, 20])), caches[0], plain, [5] * 4)
     emitted, state, cache = v41.spec_step(params, caches[0], state)
-    assert (
-        emitted.counts.tolist() == [1, 3, 6, 6] and state.budget.tolist() == [0, 0, 0, 14] and state.alive.tolist() == [False] * 3 + [True]
-    )
+    assert emitted.counts.tolist() == [1, 3, 6, 6] and state.budget.tolist() == [0, 0, 0, 14] and state.alive.tolist() == [False] * 3 + [True]
     assert all(difference(params, one(cache, b), one(caches[n], b)) is None for b, n in enumerate((1, 3, 6, 6)))
     small, logits = prefill(params, PROMPTS[2:], 16)  # prompts of 9 and 14
     state = forced(v41.init_spec(params, small, logits), small, (tokens[2:], [small], None), [5, 5])
@@ -228,11 +224,7 @@ def check_q(params, cache, state, heat, most):
     for b in range(4):
         for i in range(5):
             row = drafted.logits[b, i]
-            want = (
-                functional.one_hot(row.argmax(), 64).float()
-                if heat[b] == 0
-                else choose.distribution(row[None], heat[b : b + 1], most[b : b + 1])[0]
-            )
+            want = functional.one_hot(row.argmax(), 64).float() if heat[b] == 0 else choose.distribution(row[None], heat[b : b + 1], most[b : b + 1])[0]
             assert torch.equal(state.q[b, i], want), f"q of draft {i} of sequence {b}"
 
 
@@ -274,9 +266,7 @@ def statistic(params, cache, token, rule, module=verify, count=700, rounds=2):
     ops, cells = v41.available_backends()["cpu"], torch.zeros(64)
     many = tree.map(lambda t: t.expand(count, *t.shape[1:]).contiguous(), cache)
     for seed in range(rounds):
-        state = v41.init_spec(
-            params, many, torch.zeros(count, 64), rule=rule, temperature=HEAT.expand(count), top_p=TOP_P.expand(count), seed=seed, depth=1
-        )
+        state = v41.init_spec(params, many, torch.zeros(count, 64), rule=rule, temperature=HEAT.expand(count), top_p=TOP_P.expand(count), seed=seed, depth=1)
         state = module.propose(params, many, replace(state, token=token.expand(count).contiguous()), ops)
         cells += torch.bincount(module.spec_step(params, many, state, ops)[0].tokens[:, 0].long(), minlength=64)
     out, _ = v41.step(params, cache, token[:, None])
@@ -496,9 +486,7 @@ def test_the_spec_with_all_its_primitives_is_one_graph_without_host_reads(rule):
                 verify.spec_step(*(tree.map(mode.from_tensor, x) for x in (params, cache, state)), Backend("spec"))
             want = verify.spec_step(params, cache, state, Backend("spec"))
             got = step(params, cache, state, Backend("spec"))
-            assert all(
-                torch.equal(a, b) for x, y in zip(got, want, strict=True) for a, b in zip(tree.leaves(x), tree.leaves(y), strict=True)
-            )
+            assert all(torch.equal(a, b) for x, y in zip(got, want, strict=True) for a, b in zip(tree.leaves(x), tree.leaves(y), strict=True))
             _, state, cache = got
     assert len(graphs) == 1
 
@@ -510,9 +498,7 @@ def test_regimes_that_take_one_row_at_a_time_are_refused_with_the_reason(params,
     for numerics in (v41.Numerics("released"), v41.Numerics(index_keys="reference")):
         other = replace(params, numerics=numerics)
         cache = replace(plain[1][0], numerics=numerics)
-        with pytest.raises(
-            ValueError, match=f"regime '{numerics.regime}' with index_keys 'reference' has no speculation: .*cannot run a row per draft"
-        ):
+        with pytest.raises(ValueError, match=f"regime '{numerics.regime}' with index_keys 'reference' has no speculation: .*cannot run a row per draft"):
             v41.init_spec(other, cache, plain[2])
 
 

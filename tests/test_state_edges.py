@@ -12,7 +12,7 @@ import torch
 
 import v41
 from tests.states import poison
-from tests.test_states import CAPACITY, LONGEST, TINY, Run, one_shot, params, tokens
+from tests.test_states import CAPACITY, TINY, Run, one_shot, params, tokens
 from v41 import tree
 from v41.spec import cache as caches
 from v41.spec import slots

@@ -71,9 +71,7 @@ def _checked(params: Params, cache: Cache, tokens: Tensor, valid: Any) -> tuple[
 
 @torch.autocast("cpu", enabled=False)
 @torch.no_grad()
-def step(
-    params: Params, cache: Cache, tokens: Tensor, *, valid: Any = None, logits: str | None = None, ops: Backend | None = None
-) -> tuple[Output, Cache]:
+def step(params: Params, cache: Cache, tokens: Tensor, *, valid: Any = None, logits: str | None = None, ops: Backend | None = None) -> tuple[Output, Cache]:
     """One pure step over tokens [batch, rows]: row r of sequence b is position cache.length[b] + r.
 
     valid [batch]: leading rows that are real (all); the others write nothing and get zero logits. logits: "all", "last" or "none".

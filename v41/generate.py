@@ -232,9 +232,7 @@ def generate(
     if isinstance(stop_strings, str):
         raise ValueError(f"stop_strings: {stop_strings!r} is a string, not a list of strings")
     rule = rule or ("greedy" if temperature == 0 else "block")
-    ending = Ending(
-        tuple(stop_tokens) if stop_tokens is not None else (params.config.eos_token_id,), tuple(stop_strings), max_tokens, tokenizer
-    )
+    ending = Ending(tuple(stop_tokens) if stop_tokens is not None else (params.config.eos_token_id,), tuple(stop_strings), max_tokens, tokenizer)
     _check(params, max_tokens, ending.strings, tokenizer, draft, rule, temperature)
     listed = token_lists(params, prompts, tokenizer)
     longest, most = max(map(len, listed)), params.config.max_position_embeddings

@@ -18,9 +18,7 @@ from v41.spec.verify import Emitted, SpecState
 MOST = 2**31 - 1
 
 
-def _per_sequence(
-    name: str, value: Any, batch: int, dtype: torch.dtype, low: int | float, high: int | float, device: torch.device
-) -> Tensor:
+def _per_sequence(name: str, value: Any, batch: int, dtype: torch.dtype, low: int | float, high: int | float, device: torch.device) -> Tensor:
     """A number or one per sequence as a tensor [batch] of the dtype; ValueError where it leaves low..high (NaN does)."""
     given = torch.as_tensor(value, device=device)
     if dtype == torch.int32 and (given.dtype.is_floating_point or given.dtype == torch.bool):
@@ -66,9 +64,7 @@ def _stops(stops: Any, batch: int, params: Params, device: torch.device) -> Tens
     if given.dtype not in (torch.int32, torch.int64) or given.ndim not in (1, 2) or (given.ndim == 2 and given.shape[0] != batch):
         raise ValueError(f"stops: {given.dtype} {list(given.shape)}, not token ids [any] or [{batch}, any]")
     given = given.expand(batch, -1) if given.ndim == 1 else given
-    checks.first_bad(
-        "stops", (given < -1) | (given >= params.config.vocab_size), given, f"is not a token id (0..{params.config.vocab_size - 1}) or -1"
-    )
+    checks.first_bad("stops", (given < -1) | (given >= params.config.vocab_size), given, f"is not a token id (0..{params.config.vocab_size - 1}) or -1")
     return given.to(torch.int32).clone()
 
 

@@ -152,9 +152,7 @@ def publish_with(position: Callable[[Tensor, int], Tensor], key_of: str = "laten
         source = {"latent": z, "rotated": turned, "rounded": row}[key_of]
         key = ops.index_round(ops.rope(ops.rms_norm(ops.plain_linear(source, k.wk, numerics), k.k_norm, config.rms_norm_eps), at, f))
         target = groups.number
-        return replace(
-            state, index_keys=ops.write_rows(state.index_keys, target, key), compressed=ops.write_rows(state.compressed, target, row)
-        )
+        return replace(state, index_keys=ops.write_rows(state.index_keys, target, key), compressed=ops.write_rows(state.compressed, target, row))
 
     return publish
 

@@ -51,12 +51,8 @@ MUTANTS = [
     # 2 formats
     Mutant("scale codes one too large", "2", "prefill", "layers.0.attn_out", patch((linear, "act_round", b.doubled))),
     Mutant("scale is the power of two below", "2", "prefill", "layers.0.attn_out", patch((quant, "pow2_scale", b.floor_scale))),
-    Mutant(
-        "an exact power of two is rounded up", "2", "vectors act_quant", "act_quant: qdq[9]", patch((quant, "pow2_scale", b.always_above))
-    ),
-    Mutant(
-        "activations scaled for a largest code of 240", "2", "prefill", "layers.1.ffn_out", patch((quant, "pow2_scale", b.scale_for(240.0)))
-    ),
+    Mutant("an exact power of two is rounded up", "2", "vectors act_quant", "act_quant: qdq[9]", patch((quant, "pow2_scale", b.always_above))),
+    Mutant("activations scaled for a largest code of 240", "2", "prefill", "layers.1.ffn_out", patch((quant, "pow2_scale", b.scale_for(240.0)))),
     Mutant("activations not rounded before products", "2", "prefill", "layers.0.attn_out", patch((linear, "act_round", b.same))),
     Mutant("even column in the high nibble", "2", "prefill", "layers.0.ffn_out", patch((quant, "e2m1_unpack", b.high_first))),
     Mutant(
@@ -66,9 +62,7 @@ MUTANTS = [
         "fp4_act_quant: e8m0_block32.qdq[3]",
         patch((quant, "e2m1_round", b.ties_away)),
     ),
-    Mutant(
-        "index keys in the format of compressed rows and the reverse", "2", "layer 2", "layers.2.index_score", swap(**b.swapped_formats)
-    ),
+    Mutant("index keys in the format of compressed rows and the reverse", "2", "layer 2", "layers.2.index_score", swap(**b.swapped_formats)),
     Mutant("window rows in the format of index keys", "2", "prefill", "layers.0.attn_out", swap(act_round=b.index_round)),
     Mutant("window rows in the format of compressed rows", "2", "prefill", "layers.0.attn_out", swap(act_round=b.kv_round)),
     Mutant("rotary part of window rows not rounded", "2", "prefill", "layers.0.attn_out", swap(act_round=b.head_only_rounding)),
@@ -106,9 +100,7 @@ MUTANTS = [
     Mutant("frequencies in bfloat16", "4", "prefill", "layers.0.attn_out", frequencies(b.bf16_frequencies)),
     # 5, 6 streams
     Mutant("two layers exchanged", "5", "layer 3", "layers.3.attn_out", loaded(lambda p: exchanged(p, 3, 4))),
-    Mutant(
-        "each sublayer collapses with its own pre mix", "6", "prefill", "layers.0.attn_out", rebuilt(lambda params, ops: b.own_pre(ops))
-    ),
+    Mutant("each sublayer collapses with its own pre mix", "6", "prefill", "layers.0.attn_out", rebuilt(lambda params, ops: b.own_pre(ops))),
     Mutant(
         "comb transposed",
         "6",
@@ -155,9 +147,7 @@ MUTANTS = [
         patch((attention, "ring_targets", b.late_targets)),
     ),
     # 7.3 compressor
-    Mutant(
-        "group j at position j", "7.3", "layer 2", "layers.2.index_score", patch((attention, "publish", b.publish_with(lambda n, r: n)))
-    ),
+    Mutant("group j at position j", "7.3", "layer 2", "layers.2.index_score", patch((attention, "publish", b.publish_with(lambda n, r: n)))),
     Mutant(
         "group at its last token",
         "7.3",
@@ -223,9 +213,7 @@ MUTANTS = [
         "layers.1.engram_out",
         patch((ngram, "engram_sigmoid", b.unsigned_sigmoid)),
     ),
-    Mutant(
-        "gate without its floor", "8", "vectors engram_gate", "engram_gate: exact[4]", patch((ngram, "engram_sigmoid", b.floorless_sigmoid))
-    ),
+    Mutant("gate without its floor", "8", "vectors engram_gate", "engram_gate: exact[4]", patch((ngram, "engram_sigmoid", b.floorless_sigmoid))),
     Mutant("images reach the gate", "8", "vectors engram_gate", "engram_gate: out_masked", swap(engram_gate=b.deaf_gate)),
     Mutant("empty tables", "8", "layer 1", "layers.1.engram_out", swap(engram_rows=b.no_rows)),
     # 9 mixture of experts
@@ -238,9 +226,7 @@ MUTANTS = [
     Mutant("routing weight after w2", "9", "prefill", "layers.0.ffn_out", patch((cpu_moe, "expert", b.weight_last))),
     Mutant("gate and up exchanged", "9", "prefill", "layers.0.ffn_out", patch((cpu_moe, "expert", b.swapped_gate_and_up))),
     Mutant("no shared expert", "9", "prefill", "layers.0.ffn_out", swap(shared_expert=b.no_shared_expert)),
-    Mutant(
-        "no clamp", "9", "vectors expert", "expert: fp4.out", patch((experts, "swiglu", b.swiglu_with(lambda up, gate, limit: (up, gate))))
-    ),
+    Mutant("no clamp", "9", "vectors expert", "expert: fp4.out", patch((experts, "swiglu", b.swiglu_with(lambda up, gate, limit: (up, gate))))),
     Mutant(
         "gate clamped on both sides, up from above",
         "9",
@@ -264,7 +250,5 @@ MUTANTS = [
     Mutant("draft block one position too far", "11", "draft", "mtp.0.attn_out", patch((draft, "call_rows", b.late_block))),
     Mutant("draft stages with YaRN", "11", "draft", "mtp.0.attn_out", frequencies(b.frequencies_of(lambda r: 1), draft)),
     Mutant("another noise token", "11", "draft", "mtp.0.attn_in", configured(dspark_noise_token_id=0)),
-    Mutant(
-        "draft stages with the backbone's number of experts", "11", "draft", "mtp.0.route_weights", configured(dspark_num_experts_per_tok=0)
-    ),
+    Mutant("draft stages with the backbone's number of experts", "11", "draft", "mtp.0.route_weights", configured(dspark_num_experts_per_tok=0)),
 ]

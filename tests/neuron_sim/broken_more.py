@@ -150,9 +150,7 @@ PE = [
     ("MEM-SHAPE", lambda x: nisa.nc_matmul(bank((32, 32)), tile(dtype=F8), tile(dtype=F8), perf_mode=double)),
     (
         "MEM-MATMUL",
-        lambda x: nisa.nc_matmul(
-            bank((32, 32)), tile((128, 2, 32), F8), tile((128, 2, 32), F8), tile_position=(0, 0), tile_size=(128, 64), perf_mode=double
-        ),
+        lambda x: nisa.nc_matmul(bank((32, 32)), tile((128, 2, 32), F8), tile((128, 2, 32), F8), tile_position=(0, 0), tile_size=(128, 64), perf_mode=double),
     ),
     ("NUM-NONFINITE", lambda x: nisa.nc_matmul(bank(), tile(value=3e38), tile(value=1.0))),
     ("INIT-ACCUMULATE", lambda x: partly_accumulated()),
@@ -200,9 +198,7 @@ REDUCE = [
 def ranged(dst=None, source=None, command=rc.reset_reduce, start=0, fill=-3.4028235e38, bound=None):
     """A range_select with one argument out of order."""
     limits = tile((128, 1)) if bound is None else bound
-    nisa.range_select(
-        dst or new(), source or tile(), nl.less, nl.less, limits, tile((128, 1)), command, range_start=start, on_false_value=fill
-    )
+    nisa.range_select(dst or new(), source or tile(), nl.less, nl.less, limits, tile((128, 1)), command, range_start=start, on_false_value=fill)
 
 
 VECTOR = [

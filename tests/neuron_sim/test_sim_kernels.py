@@ -15,9 +15,7 @@ from v41.backends.neuron import sim
 from v41.backends.neuron.sim.dtypes import TABLES
 
 EPS = float(np.finfo(np.float32).eps)
-pytestmark = pytest.mark.skipif(
-    not isinstance(model_kernels.gemm, sim.Kernel), reason="the real nki package is installed; run these through nki.simulate"
-)
+pytestmark = pytest.mark.skipif(not isinstance(model_kernels.gemm, sim.Kernel), reason="the real nki package is installed; run these through nki.simulate")
 
 
 def clean(kernel, *arrays):

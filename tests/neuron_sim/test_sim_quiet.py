@@ -101,12 +101,8 @@ LEGAL = {
     "bn_stats of 512": lambda x: nisa.bn_stats(new((128, 6)), tile((128, 512))),
     "hwdge of 16 rows": lambda x: nisa.dma_transpose(new((64, 16), nl.bfloat16), half(16), dge_mode=nisa.dge_mode.hwdge),
     "hwdge copy by the sync engine": lambda x: nisa.dma_copy(new(), x, dge_mode=nisa.dge_mode.hwdge, engine=nisa.engine.sync),
-    "tiles of 64 rows": lambda x: nisa.nc_matmul(
-        new((64, 64), buffer=nl.psum), tile()[64:128], tile()[64:128], tile_position=(64, 0), tile_size=(64, 128)
-    ),
-    "ScalarE multiply and add": lambda x: nisa.tensor_scalar(
-        new(), tile(), nl.multiply, 2.0, op1=nl.add, operand1=1.0, engine=nisa.engine.scalar
-    ),
+    "tiles of 64 rows": lambda x: nisa.nc_matmul(new((64, 64), buffer=nl.psum), tile()[64:128], tile()[64:128], tile_position=(64, 0), tile_size=(64, 128)),
+    "ScalarE multiply and add": lambda x: nisa.tensor_scalar(new(), tile(), nl.multiply, 2.0, op1=nl.add, operand1=1.0, engine=nisa.engine.scalar),
     "stride of 32767": lambda x: nisa.memset(new((1, 99000), nl.int8)[:, 0:70000:32767], 0),
     "gpsimd sendrecv limits": None,
 }

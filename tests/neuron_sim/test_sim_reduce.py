@@ -99,9 +99,7 @@ def test_activations_equal_the_math_library_within_one_float32_rounding(name):
     assert np.allclose(got, want, rtol=ULP, atol=1e-44)
 
 
-@pytest.mark.parametrize(
-    ("name", "h"), [("silu", "silu_dx"), ("gelu", "gelu_dx"), ("gelu_apprx_sigmoid", "gelu_apprx_sigmoid_dx"), ("erf", "erf_dx")]
-)
+@pytest.mark.parametrize(("name", "h"), [("silu", "silu_dx"), ("gelu", "gelu_dx"), ("gelu_apprx_sigmoid", "gelu_apprx_sigmoid_dx"), ("erf", "erf_dx")])
 def test_derivatives_are_the_central_differences_of_their_functions(name, h):
     x = np.linspace(-3, 3, 25, dtype=np.float32)[None]
     step = 2.0**-10

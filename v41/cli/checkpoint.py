@@ -40,7 +40,9 @@ def checkpoint() -> None:
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="tokenizer.json to take along; without one a stand-in.")
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--shard-bytes", default=5_000_000, show_default=True, help="Payload bytes a shard.")
-@click.option("--prompt", type=click.IntRange(min=0), default=151, show_default=True, help="Random tokens of the run that the manifest's coverage speaks of; 0: none.")
+@click.option(
+    "--prompt", type=click.IntRange(min=0), default=151, show_default=True, help="Random tokens of the run that the manifest's coverage speaks of; 0: none."
+)
 @click.option("--json", "machine", is_flag=True, help="Print JSON on stdout.")
 def make(config_name: str, seed: int, tokenizer: Path | None, out: Path, shard_bytes: int, prompt: int, machine: bool) -> None:
     """Writes config, shards, index, tokenizer and a manifest with the recipe's seed and what a run exercises."""

@@ -26,7 +26,9 @@ from v41.stream import check_streamed, prepare_run
 from v41.tokenizer import open_tokenizer
 
 as_json = click.option("--json", "machine", is_flag=True, help="Print JSON on stdout.")
-within = click.option("--tolerance", type=click.FloatRange(min=0, max=1), default=0.0, show_default=True, help="Relative L2 up to which a float tensor passes; 0: bit for bit.")
+within = click.option(
+    "--tolerance", type=click.FloatRange(min=0, max=1), default=0.0, show_default=True, help="Relative L2 up to which a float tensor passes; 0: bit for bit."
+)
 
 
 @click.group()
@@ -130,9 +132,7 @@ def print_ranks(out: Path, made: dict[str, Any], machine: bool) -> None:
         click.echo(json.dumps(summary))
         return
     click.echo(f"{out}: {len(sizes)} ranks by rules {summary['rules']}, {summary['collectives']} collectives each")
-    click.echo(
-        f"{summary['alike']} tensors in {rank_golden.WHOLE} are the same on every rank; weights per rank {min(sizes):,} to {max(sizes):,} bytes"
-    )
+    click.echo(f"{summary['alike']} tensors in {rank_golden.WHOLE} are the same on every rank; weights per rank {min(sizes):,} to {max(sizes):,} bytes")
 
 
 def print_made(out: Path, manifest: dict[str, Any], machine: bool) -> None:
@@ -191,9 +191,7 @@ def check(directory: Path, checkpoint: Path | None, tolerance: float, machine: b
 def diff(a: Path, b: Path, tolerance: float, machine: bool) -> None:
     """Compare two golden folders tensor by tensor, B as the expected one."""
     left, right = folder.open_golden(a), folder.open_golden(b)
-    note = [
-        f"{k}: {left.manifest[k]} and {right.manifest[k]}" for k in ("numerics", "config_sha256") if left.manifest[k] != right.manifest[k]
-    ]
+    note = [f"{k}: {left.manifest[k]} and {right.manifest[k]}" for k in ("numerics", "config_sha256") if left.manifest[k] != right.manifest[k]]
     lone = compare.one_sided(left.manifest["tensors"], right.manifest["tensors"])
     note += [f"{len(lone)} tensors stand on one side only, {lone[0]} first"] if lone else []
     report(compare.diff(left, right, tolerance), machine, note)
@@ -211,11 +209,7 @@ def report(rows: list[Difference], machine: bool, notes: list[str]) -> None:
     bad.sort(key=lambda r: r.status != "non-finite")
     counts = {s: sum(r.status == s for r in rows) for s in ("equal", "close", "differs", "non-finite", "shape")}
     if machine:
-        click.echo(
-            json.dumps(
-                {"counts": counts, "notes": notes, "first": bad[0].as_dict() if bad else None, "differences": [r.as_dict() for r in bad]}
-            )
-        )
+        click.echo(json.dumps({"counts": counts, "notes": notes, "first": bad[0].as_dict() if bad else None, "differences": [r.as_dict() for r in bad]}))
     else:
         for note in notes:
             click.echo(f"note: {note}")

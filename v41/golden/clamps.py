@@ -24,4 +24,3 @@ def count_clamps(ops: Backend) -> tuple[Backend, list[int]]:
         return ops.experts(x, weights, ids, w1, w2, w3, limit=limit, numerics=numerics)
 
     return replace(ops, name=f"{ops.name}+clamps", experts=experts), counts
-

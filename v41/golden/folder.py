@@ -27,9 +27,7 @@ def digest(tensor: Tensor) -> str:
 
 def describe(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """dtype, shape and digest of every tensor, sorted by name."""
-    return {
-        name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape), "sha256": digest(t)} for name, t in sorted(tensors.items())
-    }
+    return {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape), "sha256": digest(t)} for name, t in sorted(tensors.items())}
 
 
 def text_digest(text: str) -> str:

@@ -46,8 +46,7 @@ def _layers(c: Any, need: Callable[[bool, str], None]) -> None:
     # A model whose draft stages were taken away may keep their entries, which are 0.
     need(
         given == entries or (given > entries and not c.num_nextn_predict_layers),
-        f"compress_ratios has {given} entries, not {entries} (num_hidden_layers {c.num_hidden_layers} + num_nextn_predict_layers "
-        f"{c.num_nextn_predict_layers})",
+        f"compress_ratios has {given} entries, not {entries} (num_hidden_layers {c.num_hidden_layers} + num_nextn_predict_layers {c.num_nextn_predict_layers})",
     )
     need(not any(c.compress_ratios[c.num_hidden_layers :]), f"compress_ratios behind the backbone are {c.compress_ratios[c.num_hidden_layers :]}, not 0")
     lists = ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids")
@@ -89,7 +88,8 @@ def _candidates(c: Any, need: Callable[[bool, str], None]) -> None:
     rows = (blocks - 1) * size + 1
     need(
         rows >= c.index_topk,
-        f"candidate_topk_blocks {blocks} x candidate_block_size {size} is sure of {rows} rows only, index_topk wants {c.index_topk}: rows that are no candidates would be taken",
+        f"candidate_topk_blocks {blocks} x candidate_block_size {size} is sure of {rows} rows only, index_topk wants {c.index_topk}: "
+        "rows that are no candidates would be taken",
     )
     for layer, p in enumerate(c.layer_plan):
         if p.reads_candidates:

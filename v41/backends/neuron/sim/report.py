@@ -54,9 +54,7 @@ class Report:
         """The report as text."""
         head = f"{'engine':8}{'instr':>9}{'busy us':>11}{'elements':>13}{'bytes':>13}{'flops':>15}{'descriptors':>13}"
         rows = [
-            f"{e.engine:8}{e.instructions:9}{e.busy_us:11.2f}{e.elements:13}{e.bytes:13}{e.flops:15}{e.descriptors:13}"
-            for e in self.engines
-            if e.instructions
+            f"{e.engine:8}{e.instructions:9}{e.busy_us:11.2f}{e.elements:13}{e.bytes:13}{e.flops:15}{e.descriptors:13}" for e in self.engines if e.instructions
         ]
         tail = [
             f"time {self.time_us:.2f} us = max(busiest engine {self.engine_us:.2f} + dependent DMAs "
