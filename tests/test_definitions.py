@@ -471,5 +471,10 @@ def test_every_primitive_has_a_definition_test():
 
 
 def test_a_primitive_with_other_arguments_is_refused():
-    with pytest.raises(TypeError, match="mine.hc_pre takes"):
-        Backend("mine", hc_pre=lambda stream, weights: stream)
+    """Names of positional arguments are free; their number and the keyword-only names are the contract."""
+    for wrong in (lambda stream: stream, lambda stream, pre, more: stream):
+        with pytest.raises(TypeError, match="mine.hc_pre.* cannot be called like the spec's hc_pre"):
+            Backend("mine", hc_pre=wrong)
+    with pytest.raises(TypeError, match="cannot be called like the spec's gate"):
+        Backend("mine", gate=lambda x, weight, bias, *, k: x)
+    Backend("mine", hc_pre=lambda stream, weights: stream)

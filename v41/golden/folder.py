@@ -116,7 +116,7 @@ def open_golden(path: str | Path) -> Golden:
         raise ValueError(f"{file}: schema {manifest.get('schema')!r}; this version reads {SCHEMA}")
     check_fields(file, manifest, FIELDS)
     check_fields(file, manifest["run"], RUN)
-    check_fields(file, manifest["weights"], {"sha256": (str,), "recipe": (dict, type(None))})
+    check_fields(file, manifest["weights"], {"sha256": (str, type(None)), "recipe": (dict, type(None))})
     if manifest["weights"]["recipe"] is not None:
         check_fields(file, manifest["weights"]["recipe"], {"seed": (int,)})
     if not manifest["tensors"]:
