@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Router and experts (docs/model.md 9)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -85,10 +87,18 @@ def experts(
     x: Act[Tensor, "n dim"], weights: Wide[Tensor, "n k"], ids: I32[Tensor, "n k"], w1: Fp4, w2: Fp4, w3: Fp4, *, limit: float, numerics: Numerics
 ) -> Wide[Tensor, "n dim"]:
     """The sum of the routed experts in fp32, in increasing expert order. Every expert sees every row; rows not routed to it add nothing."""
-    total = torch.zeros(x.shape, dtype=numerics.wide, device=x.device)
-    for e in range(w1.weight.shape[0]):
+
+    def one(weight: Tensor, e: int) -> Tensor:
+        return expert(x, weight, w1, w2, w3, e, limit=limit, numerics=numerics)
+
+    return sum_over(one, weights, ids, w1.weight.shape[0])
+
+
+def sum_over(one: Callable[[Tensor, int], Tensor], weights: Wide[Tensor, "n k"], ids: I32[Tensor, "n k"], held: int) -> Wide[Tensor, "n dim"]:
+    """sum_e one(weight of each row, e) over the experts held, in the dtype of the weights; rows that did not choose e get nothing from it."""
+    total = torch.zeros((), dtype=weights.dtype, device=weights.device)
+    for e in range(held):
         here = ids == e
-        weight = torch.where(here, weights, 0).sum(-1)
-        y = expert(x, weight, w1, w2, w3, e, limit=limit, numerics=numerics)
-        total = torch.where(here.any(-1, keepdim=True), total + y.to(total.dtype), total)
+        y = one(torch.where(here, weights, 0).sum(-1), e).to(weights.dtype)
+        total = torch.where(here.any(-1, keepdim=True), total + y, total)
     return total

@@ -4,11 +4,10 @@
 They take the place of their namesakes where rules cut the axis of the sum (docs/sharding.md 3); the sum over ranks is rounded, once.
 """
 
-import torch
 from torch import Tensor
 
 from v41.spec.numerics import Numerics
-from v41.spec.ops.experts import expert_hidden, expert_weight, swiglu
+from v41.spec.ops.experts import expert_hidden, expert_weight, sum_over, swiglu
 from v41.spec.ops.linear import linear, partial_linear, partial_quantized
 from v41.spec.ops.product import product
 from v41.spec.table import Fp4, Fp8
@@ -33,11 +32,9 @@ def experts(
     x: Act[Tensor, "n dim"], weights: Wide[Tensor, "n k"], ids: I32[Tensor, "n k"], w1: Fp4, w2: Fp4, w3: Fp4, *, limit: float, numerics: Numerics
 ) -> Wide[Tensor, "n dim"]:
     """The routed experts from this rank's share of their inner axis."""
-    total = torch.zeros(x.shape, dtype=numerics.wide, device=x.device)
-    for e in range(w1.weight.shape[0]):
-        here = ids == e
-        weight = torch.where(here, weights, 0).sum(-1)
+
+    def one(weight: Tensor, e: int) -> Tensor:
         hidden = expert_hidden(x, weight, w1, w3, e, limit=limit, numerics=numerics)
-        y = partial_quantized(hidden, expert_weight(w2, e, numerics), numerics)
-        total = torch.where(here.any(-1, keepdim=True), total + y, total)
-    return total
+        return partial_quantized(hidden, expert_weight(w2, e, numerics), numerics)
+
+    return sum_over(one, weights, ids, w1.weight.shape[0])
