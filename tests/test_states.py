@@ -14,7 +14,8 @@ from tests.states import poison, same_cache
 
 TINY = Path(__file__).parent.parent / "checkpoints" / "tiny"
 LONGEST, CAPACITY, SEQUENCES = 104, 112, 5
-# exact float32 keeps its bits by the same means as faithful. exact float64: sums of up to 1024 terms at relative error 1024 * 2^-53, grown by the depth; flips of a choice would show as 1e-2.
+# exact float32 keeps its bits by the same means as faithful. exact float64: sums of up to 1024 terms at relative error 1024 * 2^-53,
+# grown by the depth; flips of a choice would show as 1e-2.
 BOUND = {"faithful": 0.0, "exact float32": 0.0, "exact float64": 1e-10}
 
 
