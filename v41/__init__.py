@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V4.1-Flash as pure functions over explicit parameters and caches."""
 
+from v41 import pytrees
 from v41.api import (
     available_backends,
     draft,
@@ -57,6 +58,7 @@ __all__ = [
     "layers",
     "load_cache",
     "load_params",
+    "pytrees",
     "read_plan",
     "record",
     "record_draft",
