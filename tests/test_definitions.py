@@ -19,6 +19,7 @@ from torch import Tensor
 from v41.backends.cpu import backend as cpu
 from v41.spec.backend import Backend
 from v41.spec.config import Yarn
+from v41.spec.numerics import Numerics
 from v41.spec.ops import index, rope
 from v41.spec.ops.choose import Sample
 from v41.spec.table import Fp4, Fp8, Fp8Rows
@@ -178,10 +179,10 @@ def test_round_trips_equal_their_definition_bit_for_bit(op, want):
     x[0], x[1], x[2, ::2] = 0, -0.0, 448.0
     x[3] = torch.linspace(-6, 6, 64)  # every tie of the small formats
     x[4, 5], x[5] = 3e38, 1e-38
-    got = getattr(spec, op)(x)
+    got = getattr(spec, op)(x, Numerics())
     assert same_bits(got, torch.from_numpy(formats.bf16_codes(want(values(x))).view(np.int16)).view(torch.bfloat16))
     finite = got[got.float().isfinite().all(-1)]
-    assert same_bits(getattr(spec, op)(finite), finite) or op == "kv_round"  # with power-of-two scales once is enough
+    assert same_bits(getattr(spec, op)(finite, Numerics()), finite) or op == "kv_round"  # with power-of-two scales once is enough
 
 
 # Attention
@@ -197,7 +198,7 @@ def test_attention_is_a_softmax_over_two_lists_with_a_sink(numerics):
     listed[0, 2], chosen[0, 2, 1:] = -1, -1  # one slot at most, behind a run without any
     chosen[1, 3] = -1
     sink = torch.tensor([0.3, 30.0, -30.0])
-    got = spec.sparse_attn(q, window, listed, rows, chosen, sink, 0.25)
+    got = spec.sparse_attn(q, window, listed, rows, chosen, sink, 0.25, numerics)
     want = np.zeros(tuple(q.shape))
     for i, j in np.ndindex(b, s):
         both = values(torch.cat((window[i], rows[i])))
@@ -208,7 +209,7 @@ def test_attention_is_a_softmax_over_two_lists_with_a_sink(numerics):
             want[i, j] = oracle.attend_list(values(q[i, j]), both, values(sink), slots, 0.25)
     one_step(got, want)
     assert (got[:, 1] == 0).all() and float(got[0, 0, 1].abs().max()) < 1e-6  # a large sink takes everything
-    far = spec.sparse_attn(q, window, listed, rows, chosen, torch.full((3,), -1e4), 0.25)
+    far = spec.sparse_attn(q, window, listed, rows, chosen, torch.full((3,), -1e4), 0.25, numerics)
     assert torch.isfinite(far).all() and not torch.equal(far[:, 0, 0], got[:, 0, 0])
 
 

@@ -21,6 +21,7 @@ from v41.spec import compress, slots
 from v41.spec.cache import LayerCache
 from v41.spec.config import Yarn
 from v41.spec.export import unfinished
+from v41.spec.numerics import Numerics
 from v41.spec.ops import attend, choose, experts, index, linear, mix, ngram, norm, product, quant, rope
 from v41.spec.params import Compressor
 from v41.spec.table import Fp4, Fp8, Fp8Rows
@@ -47,9 +48,9 @@ class Vectors(dict[str, Tensor]):
 
 def test_activation_codes_scales_and_round_trip_equal_the_release_bit_for_bit():
     t = Vectors("act_quant")
-    codes, scale = quant.act_quant(t["x"])
+    codes, scale = quant.act_quant(t["x"], Numerics())
     assert same_bits(codes, t["q"]) and same_bits(scale, t["scale"])
-    assert same_bits(quant.act_round(t["x"]), t["qdq"])
+    assert same_bits(quant.act_round(t["x"], Numerics()), t["qdq"])
 
 
 def test_index_codes_scales_and_round_trip_equal_the_release_bit_for_bit():
@@ -57,15 +58,15 @@ def test_index_codes_scales_and_round_trip_equal_the_release_bit_for_bit():
     values, scale = quant.index_quant(t["x"])
     assert same_bits(quant.e2m1_pack(values.flatten(-2)), t["e8m0_block32.packed"])
     assert same_bits(quant.scale_byte(scale), t["e8m0_block32.scale"])
-    assert same_bits(quant.index_round(t["x"]), t["e8m0_block32.qdq"])
+    assert same_bits(quant.index_round(t["x"], Numerics()), t["e8m0_block32.qdq"])
 
 
 def test_compressed_row_codes_scales_and_round_trip_equal_the_release_bit_for_bit():
     t = Vectors("fp4_act_quant")
-    values, scale = quant.kv_quant(t["x"])
+    values, scale = quant.kv_quant(t["x"], Numerics())
     assert same_bits(quant.e2m1_pack(values.flatten(-2)), t["e4m3_block16.packed"])
     assert same_bits(scale, t["e4m3_block16.scale"])
-    assert same_bits(quant.kv_round(t["x"]), t["e4m3_block16.qdq"])
+    assert same_bits(quant.kv_round(t["x"], Numerics()), t["e4m3_block16.qdq"])
 
 
 def test_every_code_of_the_three_formats_decodes_to_the_released_value():
@@ -107,10 +108,10 @@ def gemm(kind: str) -> tuple[Vectors, Tensor]:
 @pytest.mark.parametrize("kind", ["fp8", "fp4"])
 def test_quantized_products_equal_the_release_bit_for_bit(kind):
     t, w = gemm(kind)
-    codes, scale = quant.act_quant(t["x"])
+    codes, scale = quant.act_quant(t["x"], Numerics())
     assert same_bits(codes, t["a"]) and same_bits(scale, t["a_scale"])
     assert same_bits(linear.quantized(t["x"], w, RELEASED), t["out_bf16"])
-    rows = quant.act_round(t["x"])
+    rows = quant.act_round(t["x"], Numerics())
     assert same_bits(product.block_product(rows, w, RELEASED), t["out_fp32"])
     # In `faithful` the sum of the same exact terms runs in another order: n roundings of the sum of their sizes, then half a step.
     sizes = rows.double().abs() @ w.double().abs().T * w.shape[1] * U32
@@ -192,11 +193,11 @@ def test_collapse_and_expand_equal_the_release_bit_for_bit():
 def test_attention_over_a_list_equals_the_release_wherever_the_list_is_cut_in_two(cut):
     t = Vectors("sparse_attn")
     q, kv, idx, scale = t["q"], t["kv"], t["idx"], float(t["scale"])
-    got = attend.sparse_attn(q, kv, idx[..., :cut], kv, idx[..., cut:], t["sink"], scale)
+    got = attend.sparse_attn(q, kv, idx[..., :cut], kv, idx[..., cut:], t["sink"], scale, Numerics())
     assert steps_apart(got, t["out"]) <= 1  # the README's bound: exp may differ in its last bit
     assert (got != t["out"]).sum() <= 2  # of 6,144
     assert same_bits(got[:, 1], torch.zeros_like(got[:, 1]))  # a query without slots
-    exact = attend.sparse_attn(q.double(), kv.double(), idx[..., :cut], kv.double(), idx[..., cut:], t["sink"], scale)
+    exact = attend.sparse_attn(q.double(), kv.double(), idx[..., :cut], kv.double(), idx[..., cut:], t["sink"], scale, Numerics())
     assert (exact - t["out_exact_fp64"]).abs().max() <= 70 * 2.0**-52 * kv.double().abs().max()
 
 

@@ -172,7 +172,7 @@ def stub_bodies():
         pre = stream[..., 0].to(numerics.wide)
         return pre, pre, pre[..., None].expand(*pre.shape, pre.shape[-1])
 
-    def sparse_attn(q, window, window_idxs, compressed, topk_idxs, attn_sink, scale):
+    def sparse_attn(q, window, window_idxs, compressed, topk_idxs, attn_sink, scale, numerics):
         return q
 
     def rope(x, positions, f):

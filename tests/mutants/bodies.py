@@ -91,19 +91,19 @@ RIGHT_CALL_ROWS = drafting.call_rows
 def attention_with(**changes: Callable[[Any], Any]) -> Callable:
     """Attention with one argument changed."""
 
-    def body(q, window, window_idxs, compressed, topk_idxs, attn_sink, scale):
-        args = dict(zip(NAMES, (q, window, window_idxs, compressed, topk_idxs, attn_sink, scale), strict=True))
+    def body(q, window, window_idxs, compressed, topk_idxs, attn_sink, scale, numerics):
+        args = dict(zip(NAMES, (q, window, window_idxs, compressed, topk_idxs, attn_sink, scale, numerics), strict=True))
         return RIGHT_ATTENTION(**(args | {n: f(args) for n, f in changes.items()}))
 
     return body
 
 
-NAMES = ("q", "window", "window_idxs", "compressed", "topk_idxs", "attn_sink", "scale")
+NAMES = ("q", "window", "window_idxs", "compressed", "topk_idxs", "attn_sink", "scale", "numerics")
 
 
-def unrounded_attention(q, window, window_idxs, compressed, topk_idxs, attn_sink, scale):
+def unrounded_attention(q, window, window_idxs, compressed, topk_idxs, attn_sink, scale, numerics):
     """Probabilities stay in float32."""
-    return RIGHT_ATTENTION(q.float(), window.float(), window_idxs, compressed.float(), topk_idxs, attn_sink, scale).to(q.dtype)
+    return RIGHT_ATTENTION(q.float(), window.float(), window_idxs, compressed.float(), topk_idxs, attn_sink, scale, numerics).to(q.dtype)
 
 
 def shorter_list(positions: Tensor, window: int, numerics: Any, start: int | None) -> Tensor:
@@ -118,17 +118,17 @@ def late_targets(call: Any, size: int) -> Tensor:
     return torch.where(at < size, torch.remainder(at + 1, size), at)
 
 
-def head_only_rounding(x: Tensor) -> Tensor:
+def head_only_rounding(x: Tensor, numerics: Any) -> Tensor:
     """The rotary part of the window row keeps bfloat16."""
-    return torch.cat((act_round(x[..., :-32]), x[..., -32:]), -1)
+    return torch.cat((act_round(x[..., :-32], numerics), x[..., -32:]), -1)
 
 
-def causal_block(q, window, window_idxs, compressed, topk_idxs, attn_sink, scale):
+def causal_block(q, window, window_idxs, compressed, topk_idxs, attn_sink, scale, numerics):
     """Draft queries that do not see later rows of their block."""
     s = q.shape[1]
     later = torch.arange(s) > torch.arange(s)[:, None]
     own = torch.where(later, -1, window_idxs[..., -s:])
-    return RIGHT_ATTENTION(q, window, torch.cat((window_idxs[..., :-s], own), -1), compressed, topk_idxs, attn_sink, scale)
+    return RIGHT_ATTENTION(q, window, torch.cat((window_idxs[..., :-s], own), -1), compressed, topk_idxs, attn_sink, scale, numerics)
 
 
 def always_handed_down(handed: Any, state: Any, call: Any, ratio: int, numerics: Any) -> Any:
@@ -148,9 +148,9 @@ def publish_with(position: Callable[[Tensor, int], Tensor], key_of: str = "laten
         z, state = compress.latents(p, state, x, call, groups, ratio, config, numerics, ops)
         f, at = compress.layer_frequencies(config, ratio), position(groups.number, ratio)
         turned = ops.rope(z, at, f) if rotate_rows else z
-        row = ops.kv_round(turned)
+        row = ops.kv_round(turned, numerics)
         source = {"latent": z, "rotated": turned, "rounded": row}[key_of]
-        key = ops.index_round(ops.rope(ops.rms_norm(ops.plain_linear(source, k.wk, numerics), k.k_norm, config.rms_norm_eps), at, f))
+        key = ops.index_round(ops.rope(ops.rms_norm(ops.plain_linear(source, k.wk, numerics), k.k_norm, config.rms_norm_eps), at, f), numerics)
         target = groups.number
         return replace(state, index_keys=ops.write_rows(state.index_keys, target, key), compressed=ops.write_rows(state.compressed, target, row))
 
@@ -330,9 +330,9 @@ RIGHT_SCORE = experts.score
 RIGHT_P2, RIGHT_UNPACK = quant.pow2_scale, quant.e2m1_unpack
 
 
-def doubled(x: Tensor) -> Tensor:
+def doubled(x: Tensor, numerics: Any) -> Tensor:
     """Scale codes one too large."""
-    return act_round(x) * 2
+    return act_round(x, numerics) * 2
 
 
 def high_first(packed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -362,7 +362,7 @@ def ties_away(v: Tensor) -> Tensor:
     return torch.copysign(torch.tensor(quant.E2M1)[code.long()], v)
 
 
-def same(x: Tensor) -> Tensor:
+def same(x: Tensor, numerics: Any) -> Tensor:
     return x
 
 

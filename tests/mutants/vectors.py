@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from v41.spec.backend import Backend
+from v41.spec.numerics import Numerics
 from v41.spec.ops import mix
 from v41.spec.ops.index import candidate_rows, mask_rows
 from v41.spec.params import Params
@@ -69,15 +70,15 @@ def act_quant(params: Params, ops: Backend) -> Compared:
     """Maxima exactly at and one step above a scale, the floor, ties."""
     t = stored("act_quant")
     for row in range(14):
-        yield f"qdq[{row}]", ops.act_round(t["x"])[row], t["qdq"][row], 0.0
+        yield f"qdq[{row}]", ops.act_round(t["x"], Numerics())[row], t["qdq"][row], 0.0
 
 
 def fp4_act_quant(params: Params, ops: Backend) -> Compared:
     """Both small formats."""
     t = stored("fp4_act_quant")
     for row in range(14):
-        yield f"e8m0_block32.qdq[{row}]", ops.index_round(t["x"])[row], t["e8m0_block32.qdq"][row], 0.0
-        yield f"e4m3_block16.qdq[{row}]", ops.kv_round(t["x"])[row], t["e4m3_block16.qdq"][row], 0.0
+        yield f"e8m0_block32.qdq[{row}]", ops.index_round(t["x"], Numerics())[row], t["e8m0_block32.qdq"][row], 0.0
+        yield f"e4m3_block16.qdq[{row}]", ops.kv_round(t["x"], Numerics())[row], t["e4m3_block16.qdq"][row], 0.0
 
 
 def candidate_blocks(params: Params, ops: Backend) -> Compared:

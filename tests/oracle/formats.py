@@ -141,16 +141,16 @@ def _scaled(groups, scale, limit: float) -> np.ndarray:
     return np.clip(quotient, -limit, limit)
 
 
-def a8_codes(x) -> tuple[np.ndarray, np.ndarray]:
+def a8_codes(x, limit: float = 448.0) -> tuple[np.ndarray, np.ndarray]:
     """A8 of [.., n]: e4m3 codes [.., n] and e8m0 scale bytes [.., n / 32]; the group maximum counts as at least 1e-4."""
     groups = _groups(x, GROUP)
-    scale = power_scale(np.maximum(np.abs(groups).max(-1), float(F32(1e-4))), 448.0)
-    return e4m3_codes(_scaled(groups, scale, 448.0)).reshape(x.shape), e8m0_codes(scale)
+    scale = power_scale(np.maximum(np.abs(groups).max(-1), float(F32(1e-4))), limit)
+    return e4m3_codes(_scaled(groups, scale, limit)).reshape(x.shape), e8m0_codes(scale)
 
 
-def a8(x) -> np.ndarray:
+def a8(x, limit: float = 448.0) -> np.ndarray:
     """The round trip of A8: the values that its codes and scales stand for."""
-    codes, scales = a8_codes(x)
+    codes, scales = a8_codes(x, limit)
     return (_groups(e4m3_values(codes), GROUP) * e8m0_values(scales)[..., None]).reshape(x.shape)
 
 

@@ -33,7 +33,7 @@ def window_kv(
 ) -> Act[Tensor, "b s head_dim"]:
     """The row that is key and value of every head: normed, rotated, through the fp8 round trip with its rotary part."""
     kv = ops.rope(ops.rms_norm(ops.linear(x, p.wkv, numerics), p.kv_norm, config.rms_norm_eps), at, f)
-    return ops.act_round(kv) if numerics.rounds else kv
+    return ops.act_round(kv, numerics) if numerics.rounds else kv
 
 
 def output(
@@ -91,6 +91,6 @@ def attention(
         handed = replace(handed, topk_idxs=chosen, candidates=candidates)
     listed = locate(window_list(call.positions, config.sliding_window, numerics, call.start), call.length, state.window.shape[1] - 1)
     rows, chosen = (handed.compressed, handed.topk_idxs) if plan.ratio else (kv, listed[..., :0])
-    o = ops.sparse_attn(q, torch.cat((state.window, kv), 1), listed, rows, chosen, p.attn_sink, config.head_dim**-0.5)
+    o = ops.sparse_attn(q, torch.cat((state.window, kv), 1), listed, rows, chosen, p.attn_sink, config.head_dim**-0.5, numerics)
     state = replace(state, window=write_window(state.window, kv, call, ops))
     return output(p, o, call.positions, f, config, numerics, ops), state, handed

@@ -10,6 +10,7 @@ from torch import Tensor
 from v41.spec.backend import Backend
 from v41.spec.config import Config
 from v41.spec.numerics import Numerics
+from v41.spec.ops.experts import experts_held
 from v41.spec.params import Engram, Hyper, Layer, MoE
 from v41.spec.types import I32, Act, Wide
 
@@ -37,7 +38,7 @@ def moe(p: MoE, x: Act[Tensor, "b s dim"], k: int, name: str, config: Config, nu
     )
     weights, ids = ops.tap(name + "route_weights", weights), ops.tap(name + "route_experts", ids)
     e, s = p.experts, p.shared_experts
-    own = ids - ops.first("experts", e.w1.weight.shape[0], ids.device)
+    own = ids - ops.first("experts", experts_held(e.w1), ids.device)
     total = ops.experts(rows, weights, own, e.w1, e.w2, e.w3, limit=config.swiglu_limit, numerics=numerics)
     shared = ops.shared_expert(rows, s.w1, s.w2, s.w3, limit=config.swiglu_limit, numerics=numerics)
     return ops.sum_terms((total, shared.to(total.dtype)), ("experts moe_inter", "shared_inter")).to(x.dtype).view(x.shape)

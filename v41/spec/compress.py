@@ -46,8 +46,8 @@ def latents(
     kv, score = ops.wide_linear(x, p.wkv, numerics), ops.wide_linear(x, p.wgate, numerics)
     size = state.group_kv.shape[1] - 1
     member = groups.number[..., None] * ratio + torch.arange(ratio, dtype=torch.int32, device=x.device)
-    row = locate(member, call.length, size).clamp(0, size + call.rows).flatten(1).long()
-    lead = torch.arange(x.shape[0], device=x.device)[:, None]
+    row = locate(member, call.length, size).clamp(0, size + call.rows).flatten(1)
+    lead = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)[:, None]
     members = [torch.cat((ring, new), 1)[lead, row].unflatten(1, (-1, ratio)) for ring, new in ((state.group_kv, kv), (state.group_score, score))]
     z = ops.rms_norm(ops.softmax_pool(*members, numerics.act), p.norm, config.rms_norm_eps)
     return z, _carry(state, kv, score, call, size, ops)
@@ -78,7 +78,7 @@ def publish(
     key = ops.rope(ops.rms_norm(ops.plain_linear(z, k.wk, numerics), k.k_norm, config.rms_norm_eps), at, f)
     row = ops.rope(z, at, f)
     if numerics.rounds:
-        key, row = ops.index_round(key), ops.kv_round(row)
+        key, row = ops.index_round(key, numerics), ops.kv_round(row, numerics)
     sink = state.compressed.shape[1] - 1
     target, done = torch.where(groups.done, groups.number, sink), groups.done[..., None]
     return replace(

@@ -53,7 +53,7 @@ def draft_attention(
     seen = locate(draft_list(call.length - 1, config.sliding_window, numerics, held), call.length, size)
     own = torch.arange(size + 1, size + 1 + s, dtype=torch.int32, device=x.device).expand(x.shape[0], 1, -1)
     listed = torch.cat((seen, own), -1).expand(-1, s, -1)
-    o = ops.sparse_attn(q, torch.cat((ring, kv), 1), listed, kv, listed[..., :0], p.attn_sink, config.head_dim**-0.5)
+    o = ops.sparse_attn(q, torch.cat((ring, kv), 1), listed, kv, listed[..., :0], p.attn_sink, config.head_dim**-0.5, numerics)
     return output(p, o, call.positions, f, config, numerics, ops)
 
 

@@ -52,7 +52,7 @@ def index(
         return torch.zeros((*x.shape[:2], 0), dtype=torch.int32, device=x.device), candidates
     iq = ops.linear(qr, p.wq_b, numerics).unflatten(-1, (-1, config.index_head_dim))
     iq = ops.rope(iq, call.positions, layer_frequencies(config, plan.ratio))
-    iq = ops.index_round(iq) if numerics.rounds else iq
+    iq = ops.index_round(iq, numerics) if numerics.rounds else iq
     iw = ops.plain_linear(x, p.weights_proj, numerics) * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
     visible = visible_rows(call.positions, plan.ratio)
     parts = [

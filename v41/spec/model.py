@@ -35,8 +35,8 @@ def hash_ids(
     known = p.token_map[ids]
     back = torch.arange(config.engram_max_ngram_size, dtype=torch.int32, device=ids.device)
     positions = call.positions[..., None] - back
-    row = locate(positions, call.length, size).clamp_min(0).flatten(1).long()
-    lead = torch.arange(ids.shape[0], device=ids.device)[:, None]
+    row = locate(positions, call.length, size).clamp_min(0).flatten(1)
+    lead = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)[:, None]
     ngrams = torch.cat((history, known), 1)[lead, row].view(positions.shape)
     pad, mask = p.token_map[config.engram_pad_token_id], positions >= 0
     rows = tuple(ops.engram_hash(ngrams, mask, pad, p.multipliers[i], p.primes[i], p.offsets[i]) for i in range(len(config.engram_layer_ids)))
@@ -142,7 +142,7 @@ def scores(params: Params, boundary: Boundary, rows: str, cut: str, ops: Backend
     """The logits of `head`, with the vocabulary cut like the axis `cut`."""
     stream, pre, live = boundary.stream, boundary.pre, boundary.call.live
     if rows == "last":
-        lead, row = torch.arange(live.shape[0], device=live.device), (boundary.call.valid - 1).clamp_min(0)
+        lead, row = torch.arange(live.shape[0], dtype=torch.int32, device=live.device), (boundary.call.valid - 1).clamp_min(0)
         stream, pre, live = stream[lead, row][:, None], pre[lead, row][:, None], (boundary.call.valid > 0)[:, None]
     x = ops.rms_norm(ops.hc_pre(stream, pre), params.norm, params.config.rms_norm_eps)
     logits = ops.recut(ops.wide_linear(x, params.head, params.numerics), HEAD, cut, params.config.vocab_size)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-REGIMES = ("faithful", "released", "exact")
+REGIMES = ("faithful", "released", "exact", "trn2")
+E4M3_MAX, E4M3_MAX_TRN2 = 448.0, 240.0  # Trainium2 has the e4m3 with infinities
 INDEX_KEYS = ("owner", "reference")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -15,7 +16,8 @@ class Numerics:
     """Regime, index keys and activation dtype.
 
     regime      `faithful` (bfloat16 with the reference's roundings, ties to the lower index, fixed slot lists), `released` (the
-                same with the accidents of the released code) or `exact` (no rounding of activations and caches)
+                same with the accidents of the released code), `exact` (no rounding of activations and caches) or `trn2` (`faithful` with
+                the values that Trainium2 forces, docs/numerics.md 6)
     index_keys  `owner` or `reference`; None takes the regime's own: `reference` in `released`, else `owner`
     dtype       "float32" (default) or "float64" in `exact`; "bfloat16" in the others
 
@@ -53,6 +55,16 @@ class Numerics:
     def rounds(self) -> bool:
         """Whether activations and caches take their fp8 and fp4 round trips."""
         return self.regime != "exact"
+
+    @property
+    def device(self) -> bool:
+        """Whether values are those that Trainium2 forces."""
+        return self.regime == "trn2"
+
+    @property
+    def e4m3_max(self) -> float:
+        """The largest magnitude of an fp8 activation and of an fp8 scale of compressed rows."""
+        return E4M3_MAX_TRN2 if self.device else E4M3_MAX
 
     @property
     def compact(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 import torch
 from torch import Tensor
 
-from v41.spec.types import E4M3, E8M0, I8
+from v41.spec.types import BF16, E4M3, E8M0, I8
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ class Fp4:
 
     weight: I8[Tensor, "*stack out half_in"]
     scale: E8M0[Tensor, "*stack out in_blocks"]
+
+
+# Where weights are kept as their values, a bfloat16 tensor stands for a quantized weight.
+Fp8Like = Fp8 | BF16[Tensor, "out in"]
+Fp4Like = Fp4 | BF16[Tensor, "*stack out in"]
 
 
 # What a stored dimension counts: weight dims and scale dims, each as the divisor of the logical size.

@@ -110,7 +110,7 @@ def propose(params: Params, cache: Cache, state: SpecState, ops: Backend) -> Spe
     stream, pre, told = drafting.stages(params, cache, state.token, None, ops)
     drafted: Drafted = drafting.draft_head(params, stream, pre, told, sample, drafting.draft_cut(sample, ops), ops)
     q = None if state.rule == "greedy" else ops.chosen_from(drafted.logits[:, :n], state.temperature, state.top_p)
-    likely = (survival(drafted.confidence[:, :n]) >= state.floor[:, None]).int().cumprod(-1).sum(-1).to(torch.int32)
+    likely = (survival(drafted.confidence[:, :n]) >= state.floor[:, None]).cumprod(-1, dtype=torch.int32).sum(-1, dtype=torch.int32)
     offered = torch.where(whole(state.since, cache.length, config.sliding_window), likely, 0)
     return replace(state, drafts=drafted.tokens[:, :n], q=q, offered=offered)
 
@@ -147,7 +147,8 @@ def emit(
     stopped = is_stop(tokens, state) & (row <= last)
     cut = torch.where(stopped, row, state.depth + 1).amin(-1).to(torch.int32)
     counts = torch.where(running, torch.minimum(accepted, cut) + 1, 0)
-    pending = tokens.gather(1, (counts - 1).clamp_min(0)[:, None].long())[:, 0]
+    lead = torch.arange(tokens.shape[0], dtype=torch.int32, device=token.device)
+    pending = tokens[lead, (counts - 1).clamp_min(0)]
     budget = state.budget - counts
     alive = state.alive & (budget > 0) & (cut > accepted)
     emitted = Emitted(

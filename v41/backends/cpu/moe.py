@@ -5,14 +5,14 @@ import torch
 from torch import Tensor
 
 from v41.spec.numerics import Numerics
-from v41.spec.ops.experts import expert, expert_hidden, expert_weight
+from v41.spec.ops.experts import expert, expert_hidden, expert_weight, experts_held
 from v41.spec.ops.linear import partial_quantized
-from v41.spec.table import Fp4
+from v41.spec.table import Fp4Like
 from v41.spec.types import I32, Act, Wide
 
 
 def experts(
-    x: Act[Tensor, "n dim"], weights: Wide[Tensor, "n k"], ids: I32[Tensor, "n k"], w1: Fp4, w2: Fp4, w3: Fp4, *, limit: float, numerics: Numerics
+    x: Act[Tensor, "n dim"], weights: Wide[Tensor, "n k"], ids: I32[Tensor, "n k"], w1: Fp4Like, w2: Fp4Like, w3: Fp4Like, *, limit: float, numerics: Numerics
 ) -> Wide[Tensor, "n dim"]:
     """The spec's sum with the experts that no row chose left out, and of the others only the rows that chose them.
 
@@ -27,7 +27,7 @@ def experts(
 
 
 def partial_experts(
-    x: Act[Tensor, "n dim"], weights: Wide[Tensor, "n k"], ids: I32[Tensor, "n k"], w1: Fp4, w2: Fp4, w3: Fp4, *, limit: float, numerics: Numerics
+    x: Act[Tensor, "n dim"], weights: Wide[Tensor, "n k"], ids: I32[Tensor, "n k"], w1: Fp4Like, w2: Fp4Like, w3: Fp4Like, *, limit: float, numerics: Numerics
 ) -> Wide[Tensor, "n dim"]:
     """The same for experts whose inner axis is cut (v41/spec/ops/partial.py): nothing is rounded."""
     total = torch.zeros(x.shape, dtype=numerics.wide, device=x.device)
@@ -38,6 +38,6 @@ def partial_experts(
     return total
 
 
-def own_experts(ids: I32[Tensor, "n k"], w: Fp4) -> list[int]:
+def own_experts(ids: I32[Tensor, "n k"], w: Fp4Like) -> list[int]:
     """The experts that some row chose and that this stack holds."""
-    return [e for e in ids.unique().tolist() if 0 <= e < w.weight.shape[0]]
+    return [e for e in ids.unique().tolist() if 0 <= e < experts_held(w)]

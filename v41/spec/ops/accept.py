@@ -23,7 +23,7 @@ def in_offer(offered: I32[Tensor, "b"], drafts: I32[Tensor, "b n"]) -> Flag[Tens
 
 def leading(passed: Flag[Tensor, "b n"]) -> I32[Tensor, "b"]:
     """How many stand in front of the first that did not pass."""
-    return passed.int().cumprod(-1).sum(-1).to(torch.int32)
+    return passed.cumprod(-1, dtype=torch.int32).sum(-1, dtype=torch.int32)
 
 
 def accept_greedy(logits: Wide[Tensor, "b rows vocab"], drafts: I32[Tensor, "b n"], offered: I32[Tensor, "b"]) -> Verdict:
@@ -34,7 +34,7 @@ def accept_greedy(logits: Wide[Tensor, "b rows vocab"], drafts: I32[Tensor, "b n
 def accept_best(best: I32[Tensor, "b rows"], drafts: I32[Tensor, "b n"], offered: I32[Tensor, "b"]) -> Verdict:
     """`accept_greedy` from the target's best tokens."""
     accepted = leading((drafts == best[:, :-1]) & in_offer(offered, drafts))
-    return accepted, best.gather(1, accepted[:, None].long())[:, 0]
+    return accepted, best[torch.arange(best.shape[0], dtype=torch.int32, device=best.device), accepted]
 
 
 def chances(rows: Wide[Tensor, "b n vocab"], drafts: I32[Tensor, "b n"]) -> Wide[Tensor, "b n"]:

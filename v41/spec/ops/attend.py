@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor
 
+from v41.spec.numerics import Numerics
 from v41.spec.ops.norm import wide
 from v41.spec.types import F32, I32, Act
 
@@ -26,27 +27,29 @@ def sparse_attn(
     topk_idxs: I32[Tensor, "b s k"],
     attn_sink: F32[Tensor, "heads"],
     scale: float,
+    numerics: Numerics,
 ) -> Act[Tensor, "b s heads d"]:
     """softmax(scale * q . kv_j) over window slots, then compressed slots; exp(sink) joins the denominator only; -1 is no slot.
 
     The list is worked off in runs of 64 with a running maximum that starts at -1e30: p = exp(logit - maximum so far) is summed in fp32
-    and rounded to kv's dtype for the product with kv; the output is rounded once. A query without slots gives exactly 0.
+    and rounded to kv's dtype for the product with kv; the output is rounded once. A query without slots gives exactly 0. In `trn2` the
+    whole list is one run.
     """
     outs = []
     for a in range(0, q.shape[1], QUERIES):
         part = slice(a, a + QUERIES)
         slots = torch.cat((gather_rows(window, window_idxs[:, part]), gather_rows(compressed, topk_idxs[:, part])), 2)
         live = torch.cat((window_idxs[:, part], topk_idxs[:, part]), 2) >= 0
-        outs.append(_attend(q[:, part], slots, live, attn_sink, scale))
+        outs.append(_attend(q[:, part], slots, live, attn_sink, scale, slots.shape[2] if numerics.device else RUN))
     return torch.cat(outs, 1)
 
 
-def _attend(q: Tensor, slots: Tensor, live: Tensor, sink: Tensor, scale: float) -> Tensor:
-    """One part of the queries: slots [b s k d] with live [b s k]."""
+def _attend(q: Tensor, slots: Tensor, live: Tensor, sink: Tensor, scale: float, run: int) -> Tensor:
+    """One part of the queries: slots [b s k d] with live [b s k], worked off in runs."""
     maximum = torch.full(q.shape[:-1], -1e30, dtype=wide(q).dtype, device=q.device)
     total, out = torch.zeros_like(maximum), torch.zeros_like(wide(q))
-    for a in range(0, slots.shape[2], RUN):
-        kv, seen = wide(slots[:, :, a : a + RUN]), live[:, :, None, a : a + RUN]
+    for a in range(0, slots.shape[2], run):
+        kv, seen = wide(slots[:, :, a : a + run]), live[:, :, None, a : a + run]
         logits = (wide(q) @ kv.transpose(-1, -2)) * scale
         logits = torch.where(seen, logits, -torch.inf)
         new = torch.maximum(maximum, logits.amax(-1))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from v41.spec.types import F32, I32, Wide
+from v41.spec.types import F32, I32, Flag, Wide
 
 COLDEST = 1e-5
 
@@ -25,6 +25,12 @@ def greedy(logits: Wide[Tensor, "b vocab"]) -> I32[Tensor, "b"]:
     return logits.argmax(-1).to(torch.int32)
 
 
+def first_of(true: Flag[Tensor, "*n size"]) -> I32[Tensor, "*n"]:
+    """The first index of the last dim that is true, the last one where none is; argmax in 32 bits."""
+    row = torch.arange(true.shape[-1], dtype=torch.int32, device=true.device)
+    return torch.where(true, row, true.shape[-1] - 1).amin(-1)
+
+
 def best_of(logits: Wide[Tensor, "*n vocab"], first: I32[Tensor, ""], size: int) -> tuple[Wide[Tensor, "*n"], I32[Tensor, "*n"]]:
     """(score, token) of the best of a share of the vocabulary that begins at `first`; what lies behind `size` is padding and never wins.
 
@@ -32,8 +38,8 @@ def best_of(logits: Wide[Tensor, "*n vocab"], first: I32[Tensor, ""], size: int)
     """
     token = first + torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     held = torch.where(token < size, logits, -torch.inf)
-    at = held.argmax(-1, keepdim=True)
-    return held.gather(-1, at)[..., 0], token[at[..., 0]]
+    best = held.amax(-1)
+    return best, first + first_of(held == best[..., None])
 
 
 def distribution(logits: Wide[Tensor, "b vocab"], temperature: F32[Tensor, "b"], top_p: F32[Tensor, "b"]) -> Wide[Tensor, "b vocab"]:

@@ -9,10 +9,10 @@ from torch import Tensor
 from v41.spec.numerics import Numerics
 from v41.spec.ops.activation import sigmoid, silu, softplus
 from v41.spec.ops.index import top_k
-from v41.spec.ops.linear import linear, quantized, wide_linear
+from v41.spec.ops.linear import linear, partial_linear, partial_quantized, quantized, wide_linear
 from v41.spec.ops.norm import wide
 from v41.spec.ops.quant import dequantize
-from v41.spec.table import Fp4, Fp8
+from v41.spec.table import Fp4, Fp4Like, Fp8Like
 from v41.spec.types import BF16, F32, I32, Act, Wide
 
 TINY = 1e-20
@@ -56,27 +56,34 @@ def swiglu(up: Act[Tensor, "n inter"], gate: Act[Tensor, "n inter"], limit: floa
     return silu(gate, numerics) * up
 
 
-def shared_expert(x: Act[Tensor, "n dim"], w1: Fp8, w2: Fp8, w3: Fp8, *, limit: float, numerics: Numerics) -> Act[Tensor, "n dim"]:
-    """w2 (silu(w1 x) * w3 x), clamped; the product is rounded to the activation dtype before w2."""
+def shared_expert(x: Act[Tensor, "n dim"], w1: Fp8Like, w2: Fp8Like, w3: Fp8Like, *, limit: float, numerics: Numerics) -> Act[Tensor, "n dim"]:
+    """w2 (silu(w1 x) * w3 x), clamped; the product is rounded to the activation dtype before w2. The output is rounded, but not in `trn2`."""
     hidden = swiglu(linear(x, w3, numerics), linear(x, w1, numerics), limit, numerics)
-    return linear(hidden.to(x.dtype), w2, numerics)
+    return (partial_linear if numerics.device else linear)(hidden.to(x.dtype), w2, numerics)
 
 
-def expert_weight(w: Fp4, index: int, numerics: Numerics) -> Wide[Tensor, "out in"]:
+def experts_held(w: Fp4Like) -> int:
+    """How many experts a stack holds."""
+    return (w if isinstance(w, Tensor) else w.weight).shape[0]
+
+
+def expert_weight(w: Fp4Like, index: int, numerics: Numerics) -> Wide[Tensor, "out in"]:
     """One expert's dequantized matrix out of the stack."""
-    return dequantize(Fp4(w.weight[index], w.scale[index]), numerics.wide)
+    one = w[index] if isinstance(w, Tensor) else Fp4(w.weight[index], w.scale[index])
+    return dequantize(one, numerics.wide)
 
 
 def expert(
-    x: Act[Tensor, "n dim"], weight: Wide[Tensor, "n"], w1: Fp4, w2: Fp4, w3: Fp4, index: int, *, limit: float, numerics: Numerics
-) -> Act[Tensor, "n dim"]:
-    """One routed expert: the routing weight goes in before w2 and so before w2's activation rounding."""
+    x: Act[Tensor, "n dim"], weight: Wide[Tensor, "n"], w1: Fp4Like, w2: Fp4Like, w3: Fp4Like, index: int, *, limit: float, numerics: Numerics
+) -> Act[Tensor, "n dim"] | Wide[Tensor, "n dim"]:
+    """One routed expert: the routing weight goes in before w2 and so before w2's activation rounding. Its output is rounded, but not in `trn2`."""
     hidden = expert_hidden(x, weight, w1, w3, index, limit=limit, numerics=numerics)
-    return quantized(hidden, expert_weight(w2, index, numerics), numerics)
+    last = expert_weight(w2, index, numerics)
+    return partial_quantized(hidden, last, numerics) if numerics.device else quantized(hidden, last, numerics)
 
 
 def expert_hidden(
-    x: Act[Tensor, "n dim"], weight: Wide[Tensor, "n"], w1: Fp4, w3: Fp4, index: int, *, limit: float, numerics: Numerics
+    x: Act[Tensor, "n dim"], weight: Wide[Tensor, "n"], w1: Fp4Like, w3: Fp4Like, index: int, *, limit: float, numerics: Numerics
 ) -> Act[Tensor, "n inter"]:
     """What w2 of one routed expert multiplies."""
     gated, up = (quantized(x, expert_weight(w, index, numerics), numerics) for w in (w1, w3))
@@ -84,14 +91,14 @@ def expert_hidden(
 
 
 def experts(
-    x: Act[Tensor, "n dim"], weights: Wide[Tensor, "n k"], ids: I32[Tensor, "n k"], w1: Fp4, w2: Fp4, w3: Fp4, *, limit: float, numerics: Numerics
+    x: Act[Tensor, "n dim"], weights: Wide[Tensor, "n k"], ids: I32[Tensor, "n k"], w1: Fp4Like, w2: Fp4Like, w3: Fp4Like, *, limit: float, numerics: Numerics
 ) -> Wide[Tensor, "n dim"]:
     """The sum of the routed experts in fp32, in increasing expert order. Every expert sees every row; rows not routed to it add nothing."""
 
     def one(weight: Tensor, e: int) -> Tensor:
         return expert(x, weight, w1, w2, w3, e, limit=limit, numerics=numerics)
 
-    return sum_over(one, weights, ids, w1.weight.shape[0])
+    return sum_over(one, weights, ids, experts_held(w1))
 
 
 def sum_over(one: Callable[[Tensor, int], Tensor], weights: Wide[Tensor, "n k"], ids: I32[Tensor, "n k"], held: int) -> Wide[Tensor, "n dim"]:

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from v41.spec.numerics import Numerics
+from v41.spec.ops.norm import wide
 from v41.spec.ops.product import product
 from v41.spec.types import I32, I64, Act, Flag, Wide
 
@@ -15,9 +16,11 @@ Scores = Act[Tensor, "b s t"]
 def index_scores(
     iq: Act[Tensor, "b s index_heads index_dim"], ik: Act[Tensor, "b t index_dim"], iw: Act[Tensor, "b s index_heads"], numerics: Numerics
 ) -> Scores:
-    """sum_h relu(iq . ik) * iw: dot products, products and sum each rounded to the activation dtype."""
-    dots = product(iq.flatten(1, 2), ik, numerics).to(iq.dtype).unflatten(1, iq.shape[1:3])
-    return (dots.relu() * iw[..., None]).sum(2)
+    """sum_h relu(iq . ik) * iw: dot products, products and sum each rounded to the activation dtype; in `trn2` dot products and sum only."""
+    dots = product(iq.flatten(1, 2), ik, numerics).to(iq.dtype).unflatten(1, iq.shape[1:3]).relu()
+    if numerics.device:
+        return (wide(dots) * wide(iw)[..., None]).sum(2).to(iq.dtype)
+    return (dots * iw[..., None]).sum(2)
 
 
 def mask_rows(scores: Scores, visible: I32[Tensor, "b s"]) -> Scores:

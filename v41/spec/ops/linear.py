@@ -7,11 +7,11 @@ from torch import Tensor
 from v41.spec.numerics import Numerics
 from v41.spec.ops.product import block_product, padded, product
 from v41.spec.ops.quant import act_round, dequantize
-from v41.spec.table import Fp8
+from v41.spec.table import Fp8Like
 from v41.spec.types import BF16, F32, Act, Wide
 
 
-def linear(x: Act[Tensor, "*rows in"], w: Fp8, numerics: Numerics) -> Act[Tensor, "*rows out"]:
+def linear(x: Act[Tensor, "*rows in"], w: Fp8Like, numerics: Numerics) -> Act[Tensor, "*rows out"]:
     """x @ w.T with x through its fp8 round trip (not in `exact`), accumulated in fp32 and rounded once to x's dtype.
 
     fp8 and fp4 values times powers of two are exact, so one product of dequantized operands is the release's loop over blocks of 32 up to
@@ -25,14 +25,14 @@ def quantized(x: Act[Tensor, "*rows in"], w: Wide[Tensor, "out in"], numerics: N
     return partial_quantized(x, w, numerics).to(x.dtype)
 
 
-def partial_linear(x: Act[Tensor, "*rows in"], w: Fp8, numerics: Numerics) -> Wide[Tensor, "*rows out"]:
+def partial_linear(x: Act[Tensor, "*rows in"], w: Fp8Like, numerics: Numerics) -> Wide[Tensor, "*rows out"]:
     """`linear` without its rounding: where ranks hold parts of the inner axis, their sum is rounded, once."""
     return partial_quantized(x, dequantize(w, numerics.wide), numerics)
 
 
 def partial_quantized(x: Act[Tensor, "*rows in"], w: Wide[Tensor, "out in"], numerics: Numerics) -> Wide[Tensor, "*rows out"]:
     """`partial_linear` with its weight dequantized before."""
-    rows = act_round(x) if numerics.rounds else x
+    rows = act_round(x, numerics) if numerics.rounds else x
     return block_product(rows.flatten(0, -2), w, numerics).unflatten(0, x.shape[:-1])
 
 
@@ -51,7 +51,7 @@ def wide_linear(x: Act[Tensor, "*rows in"], w: BF16[Tensor, "out in"] | F32[Tens
     return y.unflatten(0, x.shape[:-1])
 
 
-def grouped_linear(x: Act[Tensor, "b s heads head_dim"], w: Fp8, groups: int, numerics: Numerics) -> Act[Tensor, "b s out"]:
+def grouped_linear(x: Act[Tensor, "b s heads head_dim"], w: Fp8Like, groups: int, numerics: Numerics) -> Act[Tensor, "b s out"]:
     """wo_a: group g of the heads times its own slice of w, concatenated; x is not quantized, w is dequantized exactly."""
     rows = rearrange(x, "b s (g h) d -> g (b s) (h d)", g=groups)
     weight = rearrange(dequantize(w, numerics.wide), "(g o) i -> g o i", g=groups)

@@ -7,10 +7,11 @@ They take the place of their namesakes where rules cut the axis of the sum (docs
 from torch import Tensor
 
 from v41.spec.numerics import Numerics
-from v41.spec.ops.experts import expert_hidden, expert_weight, sum_over, swiglu
+from v41.spec.ops.experts import expert_hidden, expert_weight, experts_held, sum_over, swiglu
 from v41.spec.ops.linear import linear, partial_linear, partial_quantized
+from v41.spec.ops.norm import wide
 from v41.spec.ops.product import product
-from v41.spec.table import Fp4, Fp8
+from v41.spec.table import Fp4Like, Fp8Like
 from v41.spec.types import I32, Act, Wide
 
 
@@ -18,18 +19,20 @@ def index_scores(
     iq: Act[Tensor, "b s index_heads index_dim"], ik: Act[Tensor, "b t index_dim"], iw: Act[Tensor, "b s index_heads"], numerics: Numerics
 ) -> Wide[Tensor, "b s t"]:
     """Scores from this rank's heads: dot products and products rounded as in the whole, their sum not."""
-    dots = product(iq.flatten(1, 2), ik, numerics).to(iq.dtype).unflatten(1, iq.shape[1:3])
-    return (dots.relu() * iw[..., None]).sum(2, dtype=numerics.wide)
+    dots = product(iq.flatten(1, 2), ik, numerics).to(iq.dtype).unflatten(1, iq.shape[1:3]).relu()
+    if numerics.device:
+        return (wide(dots) * wide(iw)[..., None]).sum(2)
+    return (dots * iw[..., None]).sum(2, dtype=numerics.wide)
 
 
-def shared_expert(x: Act[Tensor, "n dim"], w1: Fp8, w2: Fp8, w3: Fp8, *, limit: float, numerics: Numerics) -> Wide[Tensor, "n dim"]:
+def shared_expert(x: Act[Tensor, "n dim"], w1: Fp8Like, w2: Fp8Like, w3: Fp8Like, *, limit: float, numerics: Numerics) -> Wide[Tensor, "n dim"]:
     """The shared expert from this rank's share of its inner axis."""
     hidden = swiglu(linear(x, w3, numerics), linear(x, w1, numerics), limit, numerics)
     return partial_linear(hidden.to(x.dtype), w2, numerics)
 
 
 def experts(
-    x: Act[Tensor, "n dim"], weights: Wide[Tensor, "n k"], ids: I32[Tensor, "n k"], w1: Fp4, w2: Fp4, w3: Fp4, *, limit: float, numerics: Numerics
+    x: Act[Tensor, "n dim"], weights: Wide[Tensor, "n k"], ids: I32[Tensor, "n k"], w1: Fp4Like, w2: Fp4Like, w3: Fp4Like, *, limit: float, numerics: Numerics
 ) -> Wide[Tensor, "n dim"]:
     """The routed experts from this rank's share of their inner axis."""
 
@@ -37,4 +40,4 @@ def experts(
         hidden = expert_hidden(x, weight, w1, w3, e, limit=limit, numerics=numerics)
         return partial_quantized(hidden, expert_weight(w2, e, numerics), numerics)
 
-    return sum_over(one, weights, ids, w1.weight.shape[0])
+    return sum_over(one, weights, ids, experts_held(w1))

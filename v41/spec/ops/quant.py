@@ -4,11 +4,12 @@
 import torch
 from torch import Tensor
 
+from v41.spec.numerics import Numerics
 from v41.spec.table import Fp4, Fp8, Fp8Rows
-from v41.spec.types import E4M3, E8M0, F32, I8, Act
+from v41.spec.types import BF16, E4M3, E8M0, F32, I8, Act
 
 BLOCK, KV_BLOCK = 32, 16
-E4M3_MAX, E2M1_MAX = 448.0, 6.0
+E2M1_MAX = 6.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Midpoints between neighboring e2m1 values, and whether a tie goes up: ties go to the even code.
 MIDDLES, TIE_UP = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (False, True, False, True, False, True, False)
@@ -35,22 +36,22 @@ def blocks_of(x: Act[Tensor, "*rows n"], size: int) -> F32[Tensor, "*rows blocks
     return x.float().unflatten(-1, (-1, size))
 
 
-def act_quant(x: Act[Tensor, "*rows n"]) -> tuple[E4M3[Tensor, "*rows n"], E8M0[Tensor, "*rows blocks"]]:
-    """fp8 codes of an activation, groups of 32: s = P2(max(amax, 1e-4), 448), q = e4m3(clamp(x / s, -448, 448)), to nearest even."""
-    codes, scale = act_codes(x)
+def act_quant(x: Act[Tensor, "*rows n"], numerics: Numerics) -> tuple[E4M3[Tensor, "*rows n"], E8M0[Tensor, "*rows blocks"]]:
+    """fp8 codes of an activation, groups of 32: s = P2(max(amax, 1e-4), m), q = e4m3(clamp(x / s, -m, m)), to nearest even; m is 448, 240 in `trn2`."""
+    codes, scale = act_codes(x, numerics)
     return codes.flatten(-2), scale_byte(scale)
 
 
-def act_codes(x: Act[Tensor, "*rows n"]) -> tuple[E4M3[Tensor, "*rows blocks 32"], F32[Tensor, "*rows blocks"]]:
+def act_codes(x: Act[Tensor, "*rows n"], numerics: Numerics) -> tuple[E4M3[Tensor, "*rows blocks 32"], F32[Tensor, "*rows blocks"]]:
     """The codes of `act_quant` by block, and their scales as numbers."""
     blocks = blocks_of(x, BLOCK)
-    scale = pow2_scale(blocks.abs().amax(-1).clamp_min(1e-4), E4M3_MAX)
-    return (blocks / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+    scale = pow2_scale(blocks.abs().amax(-1).clamp_min(1e-4), numerics.e4m3_max)
+    return (blocks / scale[..., None]).clamp(-numerics.e4m3_max, numerics.e4m3_max).to(torch.float8_e4m3fn), scale
 
 
-def act_round(x: Act[Tensor, "*rows n"]) -> Act[Tensor, "*rows n"]:
+def act_round(x: Act[Tensor, "*rows n"], numerics: Numerics) -> Act[Tensor, "*rows n"]:
     """The round trip of `act_quant`; exact in bfloat16, since a code has 4 significant bits."""
-    codes, scale = act_codes(x)
+    codes, scale = act_codes(x, numerics)
     return (codes.float() * scale[..., None]).flatten(-2).to(x.dtype)
 
 
@@ -76,23 +77,29 @@ def index_quant(x: Act[Tensor, "*rows n"]) -> tuple[F32[Tensor, "*rows blocks 32
     return e2m1_round((blocks / scale[..., None]).clamp(-E2M1_MAX, E2M1_MAX)), scale
 
 
-def index_round(x: Act[Tensor, "*rows n"]) -> Act[Tensor, "*rows n"]:
+def index_round(x: Act[Tensor, "*rows n"], numerics: Numerics) -> Act[Tensor, "*rows n"]:
     """The round trip of `index_quant`; exact in bfloat16."""
     values, scale = index_quant(x)
     return (values * scale[..., None]).flatten(-2).to(x.dtype)
 
 
-def kv_quant(x: Act[Tensor, "*rows n"]) -> tuple[F32[Tensor, "*rows blocks 16"], E4M3[Tensor, "*rows blocks"]]:
-    """e2m1 values and e4m3 scales of compressed rows, groups of 16: s = e4m3(min(max(amax, 6 * 2^-9) / 6, 448)), which may round down."""
+def kv_quant(x: Act[Tensor, "*rows n"], numerics: Numerics) -> tuple[F32[Tensor, "*rows blocks 16"], E4M3[Tensor, "*rows blocks"]]:
+    """e2m1 values and e4m3 scales of compressed rows, groups of 16: s = e4m3(min(max(amax, 6 * 2^-9) / 6, 448)), which may round down.
+
+    `trn2` has 240 for 448, multiplies by fp32(1/6) and by the reciprocal of s: the hardware does not divide.
+    """
     blocks = blocks_of(x, KV_BLOCK)
     amax = blocks.abs().amax(-1).clamp_min(E2M1_MAX * 2.0**-9)
-    scale = (amax / E2M1_MAX).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
-    return e2m1_round((blocks / scale.float()[..., None]).clamp(-E2M1_MAX, E2M1_MAX)), scale
+    sixth = amax * (1.0 / E2M1_MAX) if numerics.device else amax / E2M1_MAX
+    scale = sixth.clamp_max(numerics.e4m3_max).to(torch.float8_e4m3fn)
+    wide = scale.float()[..., None]
+    scaled = blocks * wide.reciprocal() if numerics.device else blocks / wide
+    return e2m1_round(scaled.clamp(-E2M1_MAX, E2M1_MAX)), scale
 
 
-def kv_round(x: Act[Tensor, "*rows n"]) -> Act[Tensor, "*rows n"]:
+def kv_round(x: Act[Tensor, "*rows n"], numerics: Numerics) -> Act[Tensor, "*rows n"]:
     """The round trip of `kv_quant`; exact in bfloat16, since a value has at most 6 significant bits."""
-    values, scale = kv_quant(x)
+    values, scale = kv_quant(x, numerics)
     return (values * scale.float()[..., None]).flatten(-2).to(x.dtype)
 
 
@@ -103,8 +110,10 @@ def e2m1_unpack(packed: I8[Tensor, "*rows half"], dtype: torch.dtype) -> Act[Ten
     return pairs[packed.view(torch.uint8).int()].flatten(-2)
 
 
-def dequantize(w: Fp8 | Fp8Rows | Fp4, dtype: torch.dtype) -> Act[Tensor, "*stack out in"]:
-    """code * scale in `dtype`: exact in float32 and float64, and in bfloat16 down to scales of 2^-117."""
+def dequantize(w: Fp8 | Fp8Rows | Fp4 | BF16[Tensor, "*stack out in"], dtype: torch.dtype) -> Act[Tensor, "*stack out in"]:
+    """code * scale in `dtype`: exact in float32 and float64, and in bfloat16 down to scales of 2^-117. A weight in bfloat16 is its own value."""
+    if isinstance(w, Tensor):
+        return w.to(dtype)
     if isinstance(w, Fp4):
         return _scaled(e2m1_unpack(w.weight, dtype), scale_value(w.scale))
     scale = scale_value(w.scale)
