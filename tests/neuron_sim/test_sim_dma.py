@@ -58,6 +58,33 @@ def test_a_gather_reads_rows_and_skip_keeps_what_was_there():
     assert np.array_equal(got, want)
 
 
+def test_skipped_rows_move_no_bytes():
+    idx = np.array([[3], [SKIPPED], [SKIPPED], [0]], np.uint32)
+    moved = {e.engine: e for e in sim.profile(gather)(TABLE, idx)[1].engines}["dma"]
+    assert moved.bytes == 2 * 24 * 4 + idx.nbytes + 4 * 24 * 4
+
+
+def two_sums(cache, rows, idx):
+    """A copy of the cache to which the rows are added twice, at other rows the second time."""
+    out = nl.ndarray(cache.shape, cache.dtype, buffer=nl.shared_hbm)
+    t, i = nl.ndarray(rows.shape, rows.dtype), nl.ndarray(idx.shape, nl.uint32)
+    nisa.dma_copy(t, rows)
+    nisa.dma_copy(i, idx)
+    nisa.dma_copy(out.vector_select(0, i[:, 0:1]), t)
+    nisa.dma_compute(out.vector_select(0, i[:, 1:2]), [out.vector_select(0, i[:, 1:2]), t], nl.add, oob_mode=nisa.oob_mode.skip)
+    nisa.dma_copy(cache, out[0:4])
+    return cache
+
+
+def test_rows_of_one_size_are_read_as_they_were_written():
+    rows, idx = normal(4, 24, seed=2), np.array([[0, 1], [1, 2], [2, 3], [3, SKIPPED]], np.uint32)
+    got, report = sim.profile(two_sums)(np.zeros((4, 24), np.float32), rows, idx)
+    want = rows.copy()
+    want[1:] += rows[:3]
+    assert np.array_equal(got, want)
+    assert [w.rule for w in report.warnings] == ["HAZ-SCRATCH"], "the last copy only, which reads rows as a block"
+
+
 def scatter(cache, rows, idx):
     """cache[idx] = rows, out-of-range rows dropped."""
     i = nl.ndarray(idx.shape, nl.uint32)

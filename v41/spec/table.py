@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 import torch
 from torch import Tensor
 
-from v41.spec.types import BF16, E4M3, E8M0, I8
+from v41.spec.types import BF16, E4M3, E8M0, F32, I8
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,38 @@ class Fp4:
     scale: E8M0[Tensor, "*stack out in_blocks"]
 
 
+@dataclass(frozen=True)
+class Tiled:
+    """Values of a weight in the order in which a kernel reads them: element [b, p, t, j] is row b * columns + j, column 128 t + p.
+
+    Zeros stand for columns from `inner` on. `scale` is that of the checkpoint's codes, with which they come back, or None for a weight
+    that is stored as its values (docs/kernels.md 3).
+    """
+
+    weight: BF16[Tensor, "blocks lanes tiles columns"]
+    scale: E8M0[Tensor, "out_tiles in_tiles"] | None
+    inner: int = field(metadata={"static": True})
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A weight as e4m3 codes of at most 240 and one power of two for `rows` output rows: value = code * scale of its group.
+
+    240 is the largest code of the e4m3 with infinities, so both kinds of hardware read the same value. `blocks` are the scales of the checkpoint,
+    with which its bytes come back, or None where they were dropped; `stored` names the checkpoint's form.
+    """
+
+    weight: E4M3[Tensor, "*stack out in"]
+    scale: F32[Tensor, "*stack groups"]
+    blocks: E8M0[Tensor, "*stack out_blocks in_blocks"] | None
+    rows: int = field(metadata={"static": True})
+    stored: str = field(metadata={"static": True})
+
+
 # Where weights are kept as their values, a bfloat16 tensor stands for a quantized weight.
-Fp8Like = Fp8 | BF16[Tensor, "out in"]
-Fp4Like = Fp4 | BF16[Tensor, "*stack out in"]
+Fp8Like = Fp8 | Folded | Tiled | BF16[Tensor, "out in"]
+PlainLike = Tiled | BF16[Tensor, "out in"]
+Fp4Like = Fp4 | Folded | BF16[Tensor, "*stack out in"]
 
 
 # What a stored dimension counts: weight dims and scale dims, each as the divisor of the logical size.

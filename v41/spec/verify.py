@@ -18,7 +18,7 @@ from v41.spec.ops.draws import ACCEPT, DRAFT, NEXT
 from v41.spec.ops.place import HEAD
 from v41.spec.params import Params
 from v41.spec.table import static
-from v41.spec.types import F32, I32, Act, Flag, Wide
+from v41.spec.types import F32, I32, Act, Flag, Ids, Wide
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,13 @@ def propose(params: Params, cache: Cache, state: SpecState, ops: Backend) -> Spe
     return replace(state, drafts=drafted.tokens[:, :n], q=q, offered=offered)
 
 
+def elected(logits: Wide[Tensor, "b rows vocab"], cut: str, vocab: int, ops: Backend) -> I32[Tensor, "b rows"]:
+    """The best token of logits that are cut like the axis `cut`."""
+    none = logits.new_zeros((*logits.shape[:2], 0))
+    best, _ = ops.elect(*best_of(logits, ops.first(cut, logits.shape[-1], logits.device), vocab), none, cut)
+    return best
+
+
 def accept(
     logits: Wide[Tensor, "b rows vocab"],
     cut: str,
@@ -126,9 +133,7 @@ def accept(
 ) -> tuple[Tensor, Tensor]:
     """(accepted drafts, token after them) by the state's rule; logits that are cut like the axis `cut` only serve the rule "greedy"."""
     if cut:
-        none = logits.new_zeros((*logits.shape[:2], 0))
-        best, _ = ops.elect(*best_of(logits, ops.first(cut, logits.shape[-1], logits.device), vocab), none, cut)
-        return accept_best(best, state.drafts, offered)
+        return accept_best(elected(logits, cut, vocab, ops), state.drafts, offered)
     if state.rule == "greedy":
         return ops.accept_greedy(logits, state.drafts, offered)
     p = ops.chosen_from(logits, state.temperature, state.top_p)
@@ -201,3 +206,12 @@ def spec_step(params: Params, cache: Cache, state: SpecState, ops: Backend) -> t
         return emitted, state, kept
     kept, joined, state = fill(params, cache, kept, model.hidden(boundary, ops), emitted.counts, state, ops)
     return emitted, propose(params, joined, state, ops), kept
+
+
+def prefill_step(params: Params, cache: Cache, tokens: Ids[Tensor, "b s"], valid: I32[Tensor, "b"], ops: Backend) -> tuple[I32[Tensor, "b"], Cache]:
+    """Rows of a prompt: (best token after the last real row, cache with its draft rings filled). For rings that join on."""
+    boundary, ran = model.backbone(params, cache, tokens, valid, None, ops)
+    cut = ops.choice_cut(HEAD)
+    logits = model.scores(params, boundary, "last", cut, ops)
+    token = elected(logits, cut, params.config.vocab_size, ops)[:, 0] if cut else ops.choose(logits[:, 0], None, 0)
+    return token, ran if params.draft is None else drafting.fill_rings(params, ran, model.hidden(boundary, ops), valid, ops)

@@ -2,6 +2,7 @@
 """Router and experts (docs/model.md 9)."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from v41.spec.ops.index import top_k
 from v41.spec.ops.linear import linear, partial_linear, partial_quantized, quantized, wide_linear
 from v41.spec.ops.norm import wide
 from v41.spec.ops.quant import dequantize
-from v41.spec.table import Fp4, Fp4Like, Fp8Like
+from v41.spec.table import Fp4Like, Fp8Like
 from v41.spec.types import BF16, F32, I32, Act, Wide
 
 TINY = 1e-20
@@ -67,10 +68,14 @@ def experts_held(w: Fp4Like) -> int:
     return (w if isinstance(w, Tensor) else w.weight).shape[0]
 
 
+def one_of(w: Fp4Like, index: int) -> Fp4Like:
+    """One expert of the stack, in its form."""
+    return w[index] if isinstance(w, Tensor) else replace(w, weight=w.weight[index], scale=w.scale[index])
+
+
 def expert_weight(w: Fp4Like, index: int, numerics: Numerics) -> Wide[Tensor, "out in"]:
     """One expert's dequantized matrix out of the stack."""
-    one = w[index] if isinstance(w, Tensor) else Fp4(w.weight[index], w.scale[index])
-    return dequantize(one, numerics.wide)
+    return dequantize(one_of(w, index), numerics.wide)
 
 
 def expert(

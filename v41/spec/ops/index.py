@@ -75,7 +75,6 @@ def candidate_blocks(scores: Scores, visible: I32[Tensor, "b s"], blocks: int, s
 
 def candidate_rows(blocks: I32[Tensor, "b s blocks"], rows: int, size: int) -> Flag[Tensor, "b s t"]:
     """Whether each of `rows` rows lies in one of the blocks."""
-    count = -(-rows // size)
-    inside = torch.zeros((*blocks.shape[:-1], count + 1), dtype=torch.bool, device=blocks.device)
-    inside = inside.scatter(-1, torch.where(blocks < 0, count, blocks).long(), True)
-    return inside[..., :count].repeat_interleave(size, -1)[..., :rows]
+    number = torch.arange(-(-rows // size), dtype=torch.int32, device=blocks.device)
+    inside = (blocks[..., None] == number).any(-2)
+    return inside.repeat_interleave(size, -1)[..., :rows]

@@ -7,8 +7,8 @@ from torch import Tensor
 from v41.spec.numerics import Numerics
 from v41.spec.ops.product import block_product, padded, product
 from v41.spec.ops.quant import act_round, dequantize
-from v41.spec.table import Fp8Like
-from v41.spec.types import BF16, F32, Act, Wide
+from v41.spec.table import Fp8Like, PlainLike
+from v41.spec.types import F32, Act, Wide
 
 
 def linear(x: Act[Tensor, "*rows in"], w: Fp8Like, numerics: Numerics) -> Act[Tensor, "*rows out"]:
@@ -36,17 +36,17 @@ def partial_quantized(x: Act[Tensor, "*rows in"], w: Wide[Tensor, "out in"], num
     return block_product(rows.flatten(0, -2), w, numerics).unflatten(0, x.shape[:-1])
 
 
-def plain_linear(x: Act[Tensor, "*rows in"], w: BF16[Tensor, "out in"], numerics: Numerics) -> Act[Tensor, "*rows out"]:
+def plain_linear(x: Act[Tensor, "*rows in"], w: PlainLike, numerics: Numerics) -> Act[Tensor, "*rows out"]:
     """x @ w.T, accumulated in fp32 and rounded once to x's dtype; x is not quantized."""
-    return product(x.flatten(0, -2), w, numerics).to(x.dtype).unflatten(0, x.shape[:-1])
+    return product(x.flatten(0, -2), dequantize(w, numerics.wide), numerics).to(x.dtype).unflatten(0, x.shape[:-1])
 
 
-def wide_linear(x: Act[Tensor, "*rows in"], w: BF16[Tensor, "out in"] | F32[Tensor, "out in"], numerics: Numerics) -> Wide[Tensor, "*rows out"]:
+def wide_linear(x: Act[Tensor, "*rows in"], w: PlainLike | F32[Tensor, "out in"], numerics: Numerics) -> Wide[Tensor, "*rows out"]:
     """x @ w.T with both operands widened to fp32 (fp64 in `exact` float64); nothing is rounded.
 
     The released run did these with the BLAS, at the row count of the call.
     """
-    rows, weight = x.to(numerics.wide).flatten(0, -2), w.to(numerics.wide)
+    rows, weight = x.to(numerics.wide).flatten(0, -2), dequantize(w, numerics.wide)
     y = rows @ weight.T if numerics.compact else padded(rows, weight)
     return y.unflatten(0, x.shape[:-1])
 

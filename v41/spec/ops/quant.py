@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from v41.spec.numerics import Numerics
-from v41.spec.table import Fp4, Fp8, Fp8Rows
+from v41.spec.table import Folded, Fp4, Fp8, Fp8Rows, Tiled
 from v41.spec.types import BF16, E4M3, E8M0, F32, I8, Act
 
 BLOCK, KV_BLOCK = 32, 16
@@ -110,10 +110,16 @@ def e2m1_unpack(packed: I8[Tensor, "*rows half"], dtype: torch.dtype) -> Act[Ten
     return pairs[packed.view(torch.uint8).int()].flatten(-2)
 
 
-def dequantize(w: Fp8 | Fp8Rows | Fp4 | BF16[Tensor, "*stack out in"], dtype: torch.dtype) -> Act[Tensor, "*stack out in"]:
+def dequantize(
+    w: Fp8 | Fp8Rows | Fp4 | Tiled | Folded | BF16[Tensor, "*stack out in"] | F32[Tensor, "*stack out in"], dtype: torch.dtype
+) -> Act[Tensor, "*stack out in"]:
     """code * scale in `dtype`: exact in float32 and float64, and in bfloat16 down to scales of 2^-117. A weight in bfloat16 is its own value."""
     if isinstance(w, Tensor):
         return w.to(dtype)
+    if isinstance(w, Tiled):
+        return w.weight.permute(0, 3, 2, 1).flatten(2).flatten(0, 1)[:, : w.inner].to(dtype)
+    if isinstance(w, Folded):
+        return w.weight.to(dtype) * w.scale.to(dtype).repeat_interleave(w.rows, -1)[..., : w.weight.shape[-2], None]
     if isinstance(w, Fp4):
         return _scaled(e2m1_unpack(w.weight, dtype), scale_value(w.scale))
     scale = scale_value(w.scale)

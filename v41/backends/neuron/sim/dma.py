@@ -29,12 +29,15 @@ def _free(t):
     return t.shape[first:], t.strides[first:], t.itemsize
 
 
-def _book(ins, dst, src, share=1.0):
-    """Bytes on the HBM side and the shorter contiguous run of the two sides decide the cost."""
+def _book(ins, dst, src, share=1.0, rows=None):
+    """Bytes on the HBM side and the shorter contiguous run of the two sides decide the cost; rows that are skipped move nothing."""
     run = min(layout.run_bytes(*_free(dst)), layout.run_bytes(*_free(src)))
-    nbytes = sum(t.size * t.itemsize for t in (dst, src) if not t.on_chip) or dst.size * dst.itemsize
-    descriptors = -(-dst.size * dst.itemsize // run)
-    ins.finish("dma", dma_busy(nbytes, run, share), DMA_FIXED, elements=dst.size, nbytes=nbytes, descriptors=descriptors)
+    valid, count = (1, 1) if rows is None else (int(rows.valid.sum()), len(rows.valid))
+    size = dst.size * valid // count
+    nbytes = sum(t.size * t.itemsize for t in (dst, src) if not t.on_chip) * valid // count
+    nbytes = nbytes or size * dst.itemsize
+    descriptors = -(-size * dst.itemsize // run)
+    ins.finish("dma", dma_busy(nbytes, run, share), DMA_FIXED, elements=size, nbytes=nbytes, descriptors=descriptors)
 
 
 def _modes(ins, dst, src, priority, mode, engine):
@@ -97,6 +100,7 @@ def dma_copy(
     _partial_3d(ins, dst, src)
     if dst.index is not None and src.index is not None:
         ins.fail("OP-DMA", "vector offsets on both sides", "src")
+    rows = None
     if src.index is not None:
         rows = rows_of(ins, "src", src, oob_mode is oob.skip)
         _gathered(ins, dst, src, rows)
@@ -107,7 +111,7 @@ def dma_copy(
     else:
         codes = _convert(ins, ("src", src, ins.raw("src", src)), dst)
         ins.put_raw("dst", dst, codes)
-    _book(ins, dst, src)
+    _book(ins, dst, src, rows=rows)
 
 
 def _gathered(ins, dst, src, rows):
@@ -219,7 +223,7 @@ def dma_compute(dst, srcs, reduce_op, scales=None, unique_indices=True, oob_mode
         ins.written.append(("dst", dst))
     else:
         ins.put("dst", dst, total)
-    _book(ins, dst, sides[0])
+    _book(ins, dst, sides[0], rows=rows)
 
 
 def _term(ins, role, t, rows):

@@ -21,6 +21,11 @@ def _same_layout(a, b):
     return (a.offset * a.itemsize, first) == (b.offset * b.itemsize, second)
 
 
+def _pattern(t):
+    """How a DMA walks through HBM: shape and strides, or rows of one stride."""
+    return (t.shape, t.strides) if t.index is None else ("rows", t.index.stride)
+
+
 class Instr:
     """Collects what an instruction reads and writes; `finish` books it on an engine."""
 
@@ -266,14 +271,14 @@ class Instr:
                 storage = t.storage
                 if storage.buffer in HBM:
                     self._race(role, t, kind)
-                access = Access(t.region(), end, self.program.index, storage.epoch, (t.shape, t.strides, t.offset, t.dtype))
+                access = Access(t.region(), end, self.program.index, storage.epoch, (*_pattern(t), t.offset, t.dtype))
                 storage.remember(getattr(storage, kind), access)
 
     def _race(self, role, t, kind):
         storage, box, me = t.storage, t.region(), self.program.index
         if kind == "reads" and storage.kind in ("private", "shared"):
             mine = [a for a in storage.writes if (a.program, a.epoch) == (me, storage.epoch) and a.region.overlaps(box)]
-            if mine and any(a.pattern[:2] != (t.shape, t.strides) for a in mine):
+            if mine and any(a.pattern[:2] != _pattern(t) for a in mine):
                 self.fail("HAZ-SCRATCH", f"{t!r} is read with another pattern than it was written with", role)
         if self.program.pair is None or storage.kind not in ("input", "shared"):
             return
