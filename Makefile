@@ -1,5 +1,5 @@
 # make demo   golden outputs of the tiny checkpoint, in golden-tiny/
-# make test   the tests, on one thread
+# make test   the tests, two at a time, each on one thread
 # make check  format, lint, types and the tests
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -8,6 +8,7 @@ TEXT ?= The gate chooses two experts for each token, and the window holds the la
 
 # These run with every shape type checked at every call; the rest without, since the check doubles the time of a small step.
 TYPED = tests/test_ops.py tests/test_definitions.py tests/test_layerwise.py tests/test_golden_tiny.py tests/test_params.py
+SHARED = -n 2 --dist worksteal
 CHECKED = v41.spec,v41.api,v41.backends.cpu
 
 .PHONY: demo test check
@@ -16,8 +17,8 @@ demo: $(VENV)/ready
 	$(RUN)/v41 golden make checkpoints/tiny --text "$(TEXT)" --steps 8 --taps --out golden-tiny
 
 test: $(VENV)/ready
-	$(RUN)/python -m pytest -q $(TYPED) --jaxtyping-packages=$(CHECKED),beartype.beartype
-	$(RUN)/python -m pytest -q $(addprefix --ignore=,$(TYPED))
+	$(RUN)/python -m pytest -q $(SHARED) $(TYPED) --jaxtyping-packages=$(CHECKED),beartype.beartype
+	$(RUN)/python -m pytest -q $(SHARED) $(addprefix --ignore=,$(TYPED))
 
 check: $(VENV)/ready
 	$(RUN)/ruff format --check .
