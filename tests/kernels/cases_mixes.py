@@ -60,4 +60,5 @@ MIXED = (
     Stream(70, 40, F32, scale=1e-6),
     Stream(130, 64, BF16),
     Stream(5, 64, BF16, copies=2),
+    Stream(32, 8192, F32, copies=1),
 )

@@ -140,6 +140,20 @@ def test_the_clamp_of_zero_is_none():
     assert (got - want).abs().max() < 1e-3 * want.abs().max() < (clamped - want).abs().max()
 
 
+@pytest.mark.parametrize("n", [6, 40])
+def test_a_row_of_nan_stays_alone_and_a_row_without_experts_is_zero(n):
+    w, x = cases.experts_of(3, 128, 32), cases.rows_of(n, 128)
+    weights, ids = cases.routing("uniform", n, 2, 3)
+    ids[1], ids[2] = -1, torch.tensor([0, -1], dtype=torch.int32)
+    for kernel in WHOLE.values():
+        clean = kernel(simulate, x, weights, ids, *w, limit=LIMIT, numerics=TRN2)
+        rows = torch.arange(n)[:, None]
+        dirty = kernel(simulate, torch.where((rows == 1) | (rows == 2), torch.nan, x), weights, ids, *w, limit=LIMIT, numerics=TRN2)
+        assert not clean[1].any() and dirty[2].isnan().all()
+        rest = [r for r in range(n) if r != 2]
+        assert torch.equal(clean[rest], dirty[rest])
+
+
 def test_no_rows_give_no_rows_and_wrong_calls_are_refused():
     w, x = cases.experts_of(2, 128, 32), cases.rows_of(4, 128)
     weights, ids = cases.routing("uniform", 4, 2, 2)
@@ -151,6 +165,12 @@ def test_no_rows_give_no_rows_and_wrong_calls_are_refused():
         kernels.experts(None, x, weights, ids, *w, limit=10.01, numerics=TRN2)
     with pytest.raises(ValueError, match=r"\(3, 2\)"):
         kernels.experts(None, x, weights[:3], ids, *w, limit=LIMIT, numerics=TRN2)
+    tiles = layout.prepared(*w, TRN2)
+    with pytest.raises(ValueError, match="501 experts of 1 items"):
+        kernels.experts(None, x, weights, ids, replace(tiles, weight=torch.empty(501, 1, 128, 8)), None, None, limit=LIMIT, numerics=TRN2)
+    with pytest.raises(ValueError, match="400 experts and 1000 rows"):
+        many = torch.zeros(1000, 128), torch.zeros(1000, 2), torch.zeros(1000, 2, dtype=torch.int32)
+        kernels.experts(None, *many, replace(tiles, weight=torch.empty(400, 1, 128, 8)), None, None, limit=LIMIT, numerics=TRN2)
 
 
 @pytest.mark.slow

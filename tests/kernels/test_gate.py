@@ -8,6 +8,7 @@ from cases_gate import BF16, F32, GATES, Router
 from mutate import mutated
 
 from v41.backends.neuron.kernels import gate
+from v41.backends.neuron.prepare import tiled
 from v41.spec.numerics import Numerics
 from v41.spec.ops import experts
 
@@ -81,3 +82,12 @@ def test_no_rows_and_what_is_not_taken():
         gate.gate(strict, x, weight, bias, **keys, numerics=Numerics("released"))
     with pytest.raises(ValueError, match="4 experts, 6 chosen"):
         gate.gate(strict, x, weight[:4], bias[:4], **keys, numerics=Numerics("trn2"))
+
+
+def test_a_weight_in_tiles_of_several_blocks_gives_the_same():
+    x, weight, bias = GATES[0].args()
+    keys = {"k": 6, "function": "sqrtsoftplus", "normalize": True, "route_scale": 1.0, "numerics": Numerics("trn2")}
+    made = tiled(weight)
+    assert made.weight.shape[0] > 1
+    for a, b in zip(gate.gate(strict, x, made, bias, **keys), gate.gate(strict, x, weight, bias, **keys), strict=True):
+        check_equal(a, b, "tiles")

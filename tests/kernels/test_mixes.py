@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hyper-connection kernels equal their definitions, and wrong ones do not."""
 
+from functools import partial
+
 import pytest
 import torch
 from bounds import Near, U, check_near, check_rows, strict
@@ -8,6 +10,7 @@ from cases_mixes import BF16, COMBINED, F32, MIXED, Stream
 from mutate import mutated
 
 from v41.backends.neuron.kernels import combine, hc_mixes, sinkhorn
+from v41.backends.neuron.prepare import tiled
 from v41.spec.numerics import Numerics
 from v41.spec.ops import mix
 
@@ -131,3 +134,11 @@ def test_a_stream_that_is_part_of_another_tensor_is_read_where_it_lies():
     h, (pre, _, _) = case.stream(), case.coefficients()
     inside = torch.cat((torch.full_like(h, torch.nan), h), 1)[:, 3:]
     assert torch.equal(combine.hc_pre(strict, inside, pre), combine.hc_pre(strict, h, pre))
+
+
+def test_fn_in_tiles_gives_the_same_here_and_in_the_definition():
+    case, numerics = Stream(6, 72, BF16), Numerics("trn2")
+    h, (fn, scale, base) = case.stream(), case.weights()
+    for body in (mix.hc_mixes, partial(hc_mixes.hc_mixes, strict)):
+        for a, b in zip(body(h, tiled(fn), scale, base, **KEYS, numerics=numerics), body(h, fn, scale, base, **KEYS, numerics=numerics), strict=True):
+            assert torch.equal(a, b)

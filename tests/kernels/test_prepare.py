@@ -87,6 +87,7 @@ def test_prepared_parameters_compute_the_same_and_restore_to_the_same_bytes():
     before = [raw(t).clone() for t in tree.leaves(params)]
     made = prepare(params)
     kinds = {type(layer.attn.wq_a) for layer in made.layers} | {type(made.head), type(made.draft.inp.main_proj)}
+    kinds |= {type(layer.ffn.gate.weight) for layer in made.layers} | {type(layer.hc_attn.fn) for layer in made.layers}
     assert kinds == {Tiled}
     assert same(restore(made), params)
     assert all(torch.equal(raw(t), b) for t, b in zip(tree.leaves(params), before, strict=True))
@@ -118,7 +119,7 @@ def test_prepared_parameters_are_not_written_as_a_checkpoint(tmp_path):
 def test_what_is_not_prepared_is_shared():
     params = tiny()
     made = prepare(params)
-    assert made.embed is params.embed and made.layers[2].ffn is params.layers[2].ffn and made.layers[2].attn_norm is params.layers[2].attn_norm
+    assert made.embed is params.embed and made.layers[2].ffn.experts is params.layers[2].ffn.experts and made.layers[2].attn_norm is params.layers[2].attn_norm
 
 
 MUTANTS = (

@@ -11,10 +11,10 @@ from v41.spec.numerics import Numerics
 from v41.spec.ops.index import candidate_rows, mask_rows
 from v41.spec.ops.rope import layer_frequencies
 from v41.spec.params import Indexer
+from v41.spec.plan import QUERIES
 from v41.spec.slots import Call, visible_rows
 from v41.spec.types import I32, Act
 
-QUERIES = 64  # queries scored at once: memory stays linear in the number of rows
 Selection = I32[Tensor, "b s k"]
 
 

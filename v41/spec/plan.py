@@ -4,6 +4,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+QUERIES = 64  # queries whose index scores are held at once: memory stays linear in the number of rows
+
 
 @dataclass(frozen=True)
 class LayerPlan:

@@ -50,7 +50,7 @@ class Tiled:
     that is stored as its values (docs/kernels.md 3).
     """
 
-    weight: BF16[Tensor, "blocks lanes tiles columns"]
+    weight: BF16[Tensor, "blocks lanes tiles columns"] | F32[Tensor, "blocks lanes tiles columns"]
     scale: E8M0[Tensor, "out_tiles in_tiles"] | None
     inner: int = field(metadata={"static": True})
 
@@ -70,10 +70,10 @@ class Folded:
     stored: str = field(metadata={"static": True})
 
 
-# Where weights are kept as their values, a bfloat16 tensor stands for a quantized weight.
-Fp8Like = Fp8 | Folded | Tiled | BF16[Tensor, "out in"]
+# Where weights are kept as their values, a bfloat16 tensor stands for a quantized weight. Its axes are not bound: a primitive takes several weights.
+Fp8Like = Fp8 | Folded | Tiled | BF16[Tensor, "_out _in"]
 PlainLike = Tiled | BF16[Tensor, "out in"]
-Fp4Like = Fp4 | Folded | BF16[Tensor, "*stack out in"]
+Fp4Like = Fp4 | Folded | BF16[Tensor, "... _out _in"]
 
 
 # What a stored dimension counts: weight dims and scale dims, each as the divisor of the logical size.

@@ -19,12 +19,10 @@ from v41.spec.table import Folded, Fp4, Fp8, Fp8Rows, Tiled
 
 KINDS: dict[str, type] = {k.__name__: k for k in (Fp8, Fp8Rows, Fp4, Folded, Tiled, ExpertTiles, SharedTiles, Numerics, Sample)}
 # 8-bit floats cross the edge of a graph as bytes: what the bytes of a field are.
-BYTES = {
-    (Fp8, "weight"): torch.float8_e4m3fn,
-    (Fp8Rows, "weight"): torch.float8_e4m3fn,
-    (Folded, "weight"): torch.float8_e4m3fn,
-    **{(kind, "scale"): torch.float8_e8m0fnu for kind in (Fp8, Fp8Rows, Fp4, Tiled)},
-    (Folded, "blocks"): torch.float8_e8m0fnu,
+BYTES: dict[tuple[str, str], torch.dtype] = {
+    **{(kind, "weight"): torch.float8_e4m3fn for kind in ("Fp8", "Fp8Rows", "Folded")},
+    **{(kind, "scale"): torch.float8_e8m0fnu for kind in ("Fp8", "Fp8Rows", "Fp4", "Tiled")},
+    ("Folded", "blocks"): torch.float8_e8m0fnu,
 }
 
 
@@ -39,10 +37,11 @@ def written(value: Any, tensors: list[Tensor]) -> Any:
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, tuple | list):
         return [written(v, tensors) for v in value]
+    record: Any = value
     name = type(value).__name__
     if KINDS.get(name) is not type(value):
         raise TypeError(f"an argument of a primitive is a {name}; a graph holds tensors, numbers, text, tuples and {', '.join(KINDS)}")
-    return {"is": name, **{f.name: written(getattr(value, f.name), tensors) for f in fields(value)}}
+    return {"is": name, **{f.name: written(getattr(record, f.name), tensors) for f in fields(record)}}
 
 
 def encode(args: Sequence[Any], named: dict[str, Any]) -> tuple[list[Tensor], str]:
@@ -59,12 +58,12 @@ def read(value: Any, tensors: Sequence[Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     if "is" in value:
-        kind = KINDS[value["is"]]
-        return kind(**{n: as_floats(kind, n, read(v, tensors)) for n, v in value.items() if n != "is"})
+        name = value["is"]
+        return KINDS[name](**{n: as_floats(name, n, read(v, tensors)) for n, v in value.items() if n != "is"})
     return tensors[value["tensor"]] if "tensor" in value else getattr(torch, value["dtype"])
 
 
-def as_floats(kind: type, field: str, value: Any) -> Any:
+def as_floats(kind: str, field: str, value: Any) -> Any:
     """Bytes of an 8-bit float as what they are."""
     carried = (kind, field) in BYTES and isinstance(value, Tensor) and value.dtype == torch.uint8
     return value.view(BYTES[kind, field]) if carried else value

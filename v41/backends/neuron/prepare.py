@@ -11,14 +11,18 @@ from torch.nn import functional
 
 from v41 import tree
 from v41.backends.neuron.fold import fold, unfold
+from v41.backends.neuron.kernels.folded import one_block
 from v41.spec.ops.quant import BLOCK, dequantize
-from v41.spec.params import Compressor, DraftOut, MoE, Params
+from v41.spec.params import Compressor, DraftOut, Gate, Hyper, MoE, Params
 from v41.spec.table import Folded, Fp8, Tiled
 
 LANES, WIDEST, CORES = 128, 2048, 2
 GROUP = 128  # output rows with one power of two where a weight folds
 # Weights that are stored as their values and that a product of many columns reads.
-PLAIN: dict[type, tuple[str, ...]] = {Compressor: ("wkv", "wgate"), DraftOut: ("markov_head",), Params: ("head",)}
+PLAIN: dict[type, tuple[str, ...]] = {
+    **{Compressor: ("wkv", "wgate"), DraftOut: ("markov_head",), Params: ("head",)},
+    **{Gate: ("weight",), Hyper: ("fn",)},
+}
 
 
 def prepare(params: Params) -> Params:
@@ -44,8 +48,10 @@ def dense(w: Fp8) -> Folded | Tiled:
 def tiled(w: Fp8 | Tensor) -> Tiled:
     """The values of a weight, exact in bfloat16, in blocks of at most 2048 columns of the product, an even number of blocks where that divides.
 
-    ValueError where a value is no bfloat16: a scale below 2^-117 or a product above the largest bfloat16.
+    A float32 tensor stays float32, in one block. ValueError where a value is no bfloat16: a scale below 2^-117 or a product above the largest bfloat16.
     """
+    if isinstance(w, Tensor) and w.dtype == torch.float32:
+        return one_block(w)
     values = dequantize(w, torch.bfloat16)
     if not values.is_meta and not (values.isfinite().all() and torch.equal(values.float(), dequantize(w, torch.float32))):
         raise ValueError(f"prepare: a weight {tuple(values.shape)} has values that bfloat16 does not hold")
@@ -59,7 +65,7 @@ def tiled(w: Fp8 | Tensor) -> Tiled:
 def codes(w: Tiled) -> Fp8 | Tensor:
     """The stored form of a tiled weight: a value over its scale is the code, and zeros keep their sign."""
     if w.scale is None:
-        return dequantize(w, torch.bfloat16).contiguous()
+        return dequantize(w, w.weight.dtype).contiguous()
     values = dequantize(w, torch.float64)
     scale = w.scale.double().repeat_interleave(BLOCK, 0)[: values.shape[0]].repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
     return Fp8((values / scale).float().to(torch.float8_e4m3fn).contiguous(), w.scale)
@@ -72,7 +78,9 @@ def _changed(node: Any, weight: Callable[[Any], Any], plain: Callable[[Any], Any
         return found
     if isinstance(node, tuple):
         return tuple(_changed(item, weight, plain) for item in node)
-    if not is_dataclass(node) or isinstance(node, MoE):
+    if isinstance(node, MoE):  # its experts have a layout of their own
+        return replace(node, gate=_changed(node.gate, weight, plain))
+    if not is_dataclass(node):
         return node
     named, parts = PLAIN.get(type(node), ()), {f.name: getattr(node, f.name) for f in fields(node) if not tree.is_static(f)}
     made = {n: plain(p) if n in named and isinstance(p, Tensor) else _changed(p, weight, plain) for n, p in parts.items()}

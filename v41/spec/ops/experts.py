@@ -13,8 +13,8 @@ from v41.spec.ops.index import top_k
 from v41.spec.ops.linear import linear, partial_linear, partial_quantized, quantized, wide_linear
 from v41.spec.ops.norm import wide
 from v41.spec.ops.quant import dequantize
-from v41.spec.table import Fp4Like, Fp8Like
-from v41.spec.types import BF16, F32, I32, Act, Wide
+from v41.spec.table import Fp4Like, Fp8Like, PlainLike
+from v41.spec.types import F32, I32, Act, Wide
 
 TINY = 1e-20
 
@@ -28,7 +28,7 @@ def score(logits: Wide[Tensor, "n experts"], function: str, numerics: Numerics) 
 
 def gate(
     x: Act[Tensor, "n dim"],
-    weight: BF16[Tensor, "experts dim"],
+    weight: PlainLike,
     bias: F32[Tensor, "experts"],
     *,
     k: int,

@@ -8,6 +8,7 @@ from v41.spec.numerics import Numerics
 from v41.spec.ops.activation import sigmoid
 from v41.spec.ops.linear import wide_linear
 from v41.spec.ops.norm import wide
+from v41.spec.table import Tiled
 from v41.spec.types import F32, Act, Wide
 
 Pre = Wide[Tensor, "b s copies"]
@@ -42,7 +43,7 @@ def row_softmax(x: Wide[Tensor, "*rows n"]) -> Wide[Tensor, "*rows n"]:
 
 def hc_mixes(
     stream: Act[Tensor, "b s copies dim"],
-    fn: F32[Tensor, "mixes flat"],
+    fn: F32[Tensor, "mixes flat"] | Tiled,
     scale: F32[Tensor, "3"],
     base: F32[Tensor, "mixes"],
     *,

@@ -13,7 +13,7 @@ from v41.backends.neuron.sim.report import Report
 __all__ = ["FAMILIES", "KINDS", "PHASES", "BenchCase", "Measured", "cases", "measure"]
 
 # One module each in this package, with its cases in CASES.
-FAMILIES: tuple[str, ...] = ("attention", "choice", "engram", "index", "linear", "mixes", "router", "rows")
+FAMILIES: tuple[str, ...] = ("attention", "choice", "engram", "index", "linear", "mixes", "moe", "router", "rows")
 
 
 @dataclass(frozen=True)

@@ -122,12 +122,14 @@ def shared(rows: int, inner: int) -> BenchCase:
 
 CASES: tuple[BenchCase, ...] = (
     *(decode("TP8 x EP8", hit) for hit in (0, 1, 7, 8)),
-    *(decode("TP4 x EP16", hit) for hit in (3, 4)),
+    *(decode("TP4 x EP16", hit) for hit in (4, 5)),
     *(decode("EP64", hit) for hit in (2, 3)),
     decode("TP8 x EP8", 7, shared=64),
     decode("TP8 x EP8", 7, "fp4"),
-    decode("TP4 x EP16", 4, "fp4"),
+    decode("TP4 x EP16", 5, "fp4"),
+    decode("EP64", 3, "fp4"),
     decode("TP8 x EP8", 7, "values"),
+    decode("TP8 x EP8", 30, rows=32),
     shared(6, 64),
     shared(6, 288),
     prefill("TP8 x EP8", 128),

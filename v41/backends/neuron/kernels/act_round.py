@@ -4,6 +4,7 @@
 from torch import Tensor
 from torch.nn import functional
 
+from v41.backends.neuron.kernels.dense import dense
 from v41.backends.neuron.kernels.tiles import BLOCK, P, loaded, round_trip
 from v41.backends.neuron.launch import Run
 from v41.backends.neuron.nki import nisa, nki, nl
@@ -44,4 +45,4 @@ def act_round(run: Run, x: Act[Tensor, "*rows n"], numerics: Numerics) -> Act[Te
     cores = 1 if lanes <= P else 2
     lanes += lanes % cores
     flat = functional.pad(x.flatten(), (0, lanes * each * BLOCK - x.numel())).unflatten(0, (lanes, -1))
-    return run(rounded, cores, flat.contiguous(), E4M3_MAX_TRN2).flatten()[: x.numel()].unflatten(0, x.shape)
+    return run(rounded, cores, dense(flat, lanes, -1), E4M3_MAX_TRN2).flatten()[: x.numel()].unflatten(0, x.shape)

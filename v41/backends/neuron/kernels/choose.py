@@ -10,7 +10,7 @@ A row lies over all lanes (vocab.py); rows are shared between both cores.
 Discrete results are exact for best tokens. A drawn token, or the last one kept, differs from the definition's only where uniform * total, or
 top_p, lies within the rounding of the sums, about 2^-22 of the total, of a token's edge; the definition's own edges are rounded so.
 
-Limits: float32 rows; vocabularies up to 128 * 16384, padded with -inf; no NaN; at least one finite logit a row.
+Limits: float32 rows; vocabularies up to 128 * 8192, padded with -inf; no NaN; at least one finite logit a row.
 """
 
 import torch
@@ -24,7 +24,7 @@ from v41.backends.neuron.launch import Run
 from v41.backends.neuron.nki import nisa, nki, nl
 from v41.spec.ops.choose import Sample
 
-ROWS = 4  # searched together
+ROWS, HELD = 4, 4096  # rows that are searched together, and how many of their elements a lane holds
 
 
 @nki.jit
@@ -47,8 +47,9 @@ def draw_kernel(logits, heat, top_p, uniform, lanes, w):
     first = nl.program_id(0) * mine
     out = nl.ndarray((mine * nl.num_programs(0), 1), dtype=nl.int32, buffer=nl.shared_hbm)
     every, before = ones(lanes, lanes), earlier(lanes)
-    for start in range(0, mine, ROWS):
-        count = min(ROWS, mine - start)
+    together = max(1, min(ROWS, HELD // w))
+    for start in range(0, mine, together):
+        count = min(together, mine - start)
         rows, chances = kept_rows(logits, heat, top_p, uniform, first + start, count, every, before, lanes, w)
         best = nl.ndarray((lanes, 2, count), dtype=nl.float32, buffer=nl.sbuf)
         for g in range(count):
@@ -66,8 +67,9 @@ def share_kernel(logits, heat, top_p, lanes, w):
     total = mine * nl.num_programs(0)
     out = nl.ndarray((total, lanes * w), dtype=nl.float32, buffer=nl.shared_hbm)
     every, before = ones(lanes, lanes), earlier(lanes)
-    for start in range(0, mine, ROWS):
-        count = min(ROWS, mine - start)
+    together = max(1, min(ROWS, HELD // w))
+    for start in range(0, mine, together):
+        count = min(together, mine - start)
         rows = kept_rows(logits, heat, top_p, top_p, first + start, count, every, before, lanes, w)[0]
         for g in range(count):
             scaled = nl.ndarray((lanes, w), dtype=nl.float32, buffer=nl.sbuf)

@@ -116,6 +116,6 @@ def engram_gate(run: Run, stream: Tensor, kv: Tensor, q_weight: Tensor, k_weight
     sees = stream.new_ones(n, dtype=torch.float32) if mask is None else mask.reshape(n).float()
     flat = dense(pad(stream.reshape(n, -1), (0, 0, 0, more)), -1, dim)
     parts = dense(pad(kv.reshape(n, -1), (0, 0, 0, more)), n + more, -1)
-    weight = q_weight.float() * k_weight.float()
+    weight = dense(q_weight.float() * k_weight.float(), copies, dim)
     out = run(gate_kernel, cores, flat, parts, weight, dense(pad(sees, (0, more)), -1, 1), copies, tokens, chunks, float(eps))
     return out.view(n + more, copies, dim)[:n].view(stream.shape)

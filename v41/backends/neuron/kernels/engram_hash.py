@@ -183,7 +183,10 @@ def engram_hash(run: Run, ids: Tensor, mask: Tensor, pad: Tensor, multipliers: T
         raise ValueError(f"engram_hash: lookback {lookback}; the kernel takes 2 or more")
     if n == 0:
         return ids.new_empty((b, s, columns))
-    constants = (multipliers, primes, offsets) if multipliers.dtype == torch.float32 else tables(multipliers, primes, offsets)
+    if multipliers.dtype == torch.float32:
+        constants = Tables(dense(multipliers, 1, -1), dense(primes, -1, columns), dense(offsets, 1, -1))
+    else:
+        constants = tables(multipliers, primes, offsets)
     cores = 1 if n <= P else 2
     more = -n % (cores * min(P, -(-n // cores)))
     flat = dense(padded(ids.reshape(n, lookback), (0, 0, 0, more)), -1, lookback)

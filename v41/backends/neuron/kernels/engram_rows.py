@@ -88,5 +88,5 @@ def engram_rows(run: Run, table: Fp8Rows, hash_ids: Tensor, numerics: Numerics) 
     cores = 1 if n <= BLOCK else 2
     more = -n % (cores * min(P, -(-n // cores)))
     ids = dense(pad(hash_ids.reshape(-1), (0, more), value=-1), -1, 1).view(torch.uint32)
-    codes, scales = table.weight.view(torch.uint8), table.scale.view(torch.uint8)
+    codes, scales = (dense(t.view(torch.uint8), *t.shape) for t in (table.weight, table.scale))
     return run(rows_kernel, cores, codes, scales, ids, numerics.act == torch.float32)[:n].view(b, s, columns * width)

@@ -3,10 +3,10 @@
 
     experts(x, weights, ids) = sum over e in [0, held) of  w2_e (weight_e * silu(min(w1_e x, limit)) * clamp(w3_e x, limit))
 
-n rows, any dim that is a multiple of 32, inner dimension a multiple of 32 (others are filled with zeros). Rounding is that of the definition: x and the
-hidden rows through their fp8 round trip, products of w1 and w3 and hidden rows to bfloat16, sums and the result in float32. Whole and split
-experts are the same call. Weights come as the spec's (`Fp4`, `Folded`, values) and are rearranged on every call, which tests do, or once at
-load as `ExpertTiles` (`experts_layout.prepared`), which a model does.
+n rows, any dim that is a multiple of 32, inner dimension a multiple of 32 (others are filled with zeros), at most 500 experts and 8,192 items.
+Rounding is that of the definition: x and the hidden rows through their fp8 round trip, products of w1 and w3 and hidden rows to bfloat16, sums
+and the result in float32. Whole and split experts are the same call. Weights come as the spec's (`Fp4`, `Folded`, values) and are rearranged on
+every call, which tests do, or once at load as `ExpertTiles` (`experts_layout.prepared`), which a model does.
 """
 
 from typing import Any
@@ -24,6 +24,7 @@ from v41.spec.table import Fp4Like, Fp8Like
 from v41.spec.types import F32, I32, Act
 
 CORES = 2
+HELD, LISTED = 500, 8192  # experts whose counts one PSUM bank holds; entries of a list on one lane
 BLOCK_ROWS = ((1024, 32), (2048, 64))  # rows of a block of an expert, up to so many rows of the call; 128 above
 
 
@@ -56,6 +57,9 @@ def held_tiles(x: Tensor, weights: Tensor, ids: Tensor, w1: Any, w2: Any, w3: An
     tiles = w1 if isinstance(w1, ExpertTiles) else prepared(w1, w2, w3, numerics)
     if x.shape[1] != tiles.dim or ids.shape != weights.shape or len(ids) != len(x):
         raise ValueError(f"experts: x {tuple(x.shape)}, ids {tuple(ids.shape)}, weights {tuple(weights.shape)} with experts of dim {tiles.dim}")
+    held, groups = tiles.weight.shape[:2]
+    if held > HELD or held * groups > LISTED:
+        raise ValueError(f"experts: {held} experts of {groups} items on a rank; the lists on the device take {HELD} experts and {LISTED} items")
     return tiles
 
 
@@ -101,6 +105,8 @@ def many(run: Run, x: Tensor, weights: Tensor, ids: Tensor, tiles: ExpertTiles, 
     block = next((rows for most, rows in BLOCK_ROWS if len(x) <= most), P)
     operands = routing(x, weights, ids, P)
     log_blocks = (len(operands[0]) // block - 1).bit_length()
+    if len(tiles.weight) << log_blocks > LISTED:
+        raise ValueError(f"experts: {len(tiles.weight)} experts and {len(x)} rows in blocks of {block}; the list on the device takes {LISTED} blocks")
     return run(prefill_experts, CORES, *operands, *given(tiles, False), block, 1 << log_blocks, log_blocks, tiles.fold, clamp, largest)
 
 

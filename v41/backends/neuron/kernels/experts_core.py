@@ -88,7 +88,7 @@ def hidden_parts(parts, ps, meta, rows, items, clamp, limit):
     """parts (rows, items, 128) = what w2 multiplies: each item's 32 columns four times.
 
     weight * (silu(gate) * up), clamped, of products rounded to dtype; itself rounded to dtype, through the fp8 round trip if limit > 0, and times
-    the item's scale of w2. meta (rows, 4, items): routing weight, scales of w1, w3, w2.
+    the item's scale of w2. meta (rows, 4, items): routing weight, scales of w1, w3, w2. Weight 0 gives 0 whatever the row holds.
     """
     both = nl.ndarray((rows, items, 2, GROUP), dtype=parts.dtype, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=both, data1=ps, data2=per_item(meta, 1, rows, items, 2), op=nl.multiply)
@@ -102,6 +102,9 @@ def hidden_parts(parts, ps, meta, rows, items, clamp, limit):
         nisa.tensor_tensor(dst=gated, data1=gated, data2=both[:, :, 1, :], op=nl.multiply)
     hidden = nl.ndarray((rows, items * GROUP), dtype=parts.dtype, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=hidden, data1=gated, data2=per_item(meta, 0, rows, items, 1), op=nl.multiply)
+    absent = nl.ndarray((rows, items), dtype=nl.uint8, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=absent, data=meta[:, 0, :], op0=nl.equal, operand0=0.0)
+    nisa.tensor_copy_predicated(dst=hidden, src=0.0, predicate=absent.ap([[items, rows], [1, items], [0, GROUP]]))
     if limit > 0:
         hidden = round_trip(hidden, rows, items * GROUP, limit)
     scale = nl.ndarray((rows, items), dtype=parts.dtype, buffer=nl.sbuf)

@@ -55,7 +55,7 @@ def decoded(pairs, words, mask, low, engine):
     nisa.tensor_tensor(dst=pairs, data1=magnitude, data2=sign, op=nl.bitwise_or, engine=engine)
 
 
-def unpacked(raw, items, dim, fold):
+def unpacked(raw, mask, items, dim, fold):
     """(w1 and w3 in bfloat16, w2 as e4m3 codes), both times 2^-6, of packed items (128, items, bytes); only w1 and w3 have their scales in them.
 
     Item by item: VectorE is four times as fast where 16-bit elements lie in one run. It takes the bits apart, ScalarE widens, GpSimd scales.
@@ -64,13 +64,12 @@ def unpacked(raw, items, dim, fold):
     n, row = inner + dim // PARTS, chunks * 2 * GROUP
     codes = nl.ndarray((P, items, n), dtype=nl.uint8, buffer=nl.sbuf)
     values = nl.ndarray((P, items, inner), dtype=nl.bfloat16, buffer=nl.sbuf)
-    mask = masks()
     for j in range(items):
         words, pairs = raw.view(nl.uint16)[:, j, 0 : n // 4], codes.view(nl.uint16)[:, j, :]
         decoded(pairs[:, 0 : n // 4], words, mask, True, nisa.engine.vector)
         decoded(pairs[:, n // 4 : n // 2], words, mask, False, nisa.engine.gpsimd)
         power = nl.ndarray((P, row), dtype=nl.uint16, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=power, src=raw[:, j, n // 2 : n // 2 + row])
+        nisa.tensor_copy(dst=power, src=raw[:, j, n // 2 : n // 2 + row], engine=nisa.engine.scalar)
         nisa.tensor_scalar(dst=power, data=power, op0=nl.left_shift, operand0=7)
         wide = nl.ndarray((P, inner), dtype=nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_copy(dst=wide, src=codes.view(nl.float8_e4m3)[:, j, 0:inner], engine=nisa.engine.scalar)
@@ -90,6 +89,11 @@ def lanes_of(rows, splits):
     return result.reshape((n, n * rows))
 
 
+def decoders(packed, rows, splits):
+    """What decoding packed items needs: (bit masks, `lanes_of`), or nothing."""
+    return (masks(), lanes_of(rows, splits)) if packed else ()
+
+
 def outer_scales(raw, lanes, items, width):
     """(lanes, items, width) bfloat16 powers of two of e8m0 bytes (4 * splits, items, width), every lane (s, b) for all its rows; by TensorE, exact."""
     n, count = raw.shape[0], lanes.shape[1]
@@ -106,12 +110,12 @@ def outer_scales(raw, lanes, items, width):
     return result.reshape((count, items, width))
 
 
-def operands(raw, raw_outer, lanes, items, dim, fold):
-    """What `step` takes as weight: of packed items decoded, with scales of w2 by raw_outer (4 * splits, items, width) and `lanes_of`; else as they are."""
+def operands(raw, raw_outer, helpers, items, dim, fold):
+    """What `step` takes as weight: of packed items decoded, with scales of w2 by raw_outer (4 * splits, items, width) and `decoders`; else as they are."""
     if raw.dtype != nl.uint8:
         return halves(raw, dim)
-    first, second = unpacked(raw, items, dim, fold)
-    return first, second, outer_scales(raw_outer, lanes, items, raw_outer.shape[2])
+    first, second = unpacked(raw, helpers[0], items, dim, fold)
+    return first, second, outer_scales(raw_outer, helpers[1], items, raw_outer.shape[2])
 
 
 def begun(shape, shared_items):

@@ -17,7 +17,7 @@ from v41.backends.neuron.kernels.experts_core import (
     summed_scaled,
     turned,
 )
-from v41.backends.neuron.kernels.experts_fetch import begun, lanes_of, operands, passed, read_as, rounded_rows, stored
+from v41.backends.neuron.kernels.experts_fetch import begun, decoders, operands, passed, read_as, rounded_rows, stored
 from v41.backends.neuron.kernels.experts_route import listed, routed
 from v41.backends.neuron.kernels.tiles import P
 from v41.backends.neuron.nki import nisa, nki, nl
@@ -43,10 +43,17 @@ def fetched(raw, raw_outer, meta, j, source, outer, table, item, column, splits,
     nisa.tensor_copy(dst=meta[:, :, j : j + 1], src=given, engine=nisa.engine.gpsimd)
 
 
-def nothing(dtype, packed, lanes, splits, width):
-    """The weight of a step of zeros, whose room keeps w2 of the step before."""
-    second = emptied((P, ITEMS, splits * width), nl.float8_e4m3 if packed else dtype)
-    return (0, second, emptied((lanes, ITEMS, width), nl.bfloat16)) if packed else (0, second)
+def nothing(dtype, packed, lanes, items, columns, width):
+    """The weight of a step of zeros, whose room keeps w2 of the step before: (0, w2 (128, items, columns)), and scales (lanes, items, width) if packed."""
+    second = emptied((P, items, columns), nl.float8_e4m3 if packed else dtype)
+    return (0, second, emptied((lanes, items, width), nl.bfloat16)) if packed else (0, second)
+
+
+def keep(before, weight, items):
+    """Copies w2 of a step, and its scales, to where the next step finds them."""
+    for w in range(1, len(weight)):
+        for j in range(items):
+            nisa.tensor_copy(dst=before[w][:, j, :], src=weight[w][:, j, :], engine=nisa.engine.gpsimd)
 
 
 @nki.jit
@@ -73,10 +80,10 @@ def hit_experts(x, ids, weights, tiles, outer, scales, shared, packed, shared_it
     x_t = turned(x, 0, n, fold, limit)
     total = begun((splits * PARTS * n, 1, width), shared_items)
     z = emptied((P, ITEMS, splits, splits * PARTS * n), x.dtype)
-    lanes = lanes_of(n, splits) if packed else 0
+    helpers = decoders(packed, n, splits)
     source = read_as(tiles, packed)
     parts = emptied((n, ITEMS, P), x.dtype)
-    before = nothing(source.dtype, packed, splits * PARTS * n, splits, width)
+    before = nothing(source.dtype, packed, splits * PARTS * n, ITEMS, dim // PARTS, width)
     if shared_items > 0:
         passed(total, 1, z, [x_t], shared, n, fold, splits, clamp, limit)
 
@@ -85,18 +92,15 @@ def hit_experts(x, ids, weights, tiles, outer, scales, shared, packed, shared_it
         raw_outer = nl.ndarray((PARTS * splits, ITEMS, width), dtype=nl.uint8, buffer=nl.sbuf)
         meta = nl.ndarray((n, 4, ITEMS), dtype=nl.float32, buffer=nl.sbuf)
         for j in range(ITEMS):
-            item, column = of_list(items, i, j), of_list(columns, i, j)
-            fetched(raw, raw_outer, meta, j, source, outer, table, item, column, splits, packed)
-        weight = operands(raw, raw_outer, lanes, ITEMS, dim, fold)
+            fetched(raw, raw_outer, meta, j, source, outer, table, of_list(items, i, j), of_list(columns, i, j), splits, packed)
+        weight = operands(raw, raw_outer, helpers, ITEMS, dim, fold)
         ps = projected(x_t, weight[0], n, ITEMS, dim // P, fold)
         spread_rows(z, parts_turned(parts, n, ITEMS), n, ITEMS, 0, n, splits)
         if packed:
             summed_scaled(total, 0, z, before[1], before[2], ITEMS, splits, False)
         else:
             sums = product(z, before[1], 0, ITEMS, total.shape[0], splits, width)
-        for w in range(1, len(weight)):
-            for j in range(ITEMS):
-                nisa.tensor_copy(dst=before[w][:, j, :], src=weight[w][:, j, :], engine=nisa.engine.gpsimd)
+        keep(before, weight, ITEMS)
         hidden_parts(parts, ps, meta, n, ITEMS, clamp, limit)
         if not packed:
             summed(total, 0, sums, False)
@@ -142,7 +146,7 @@ def every(total, parts, z, x_ts, tables, tiles, outer, packed, groups, rows, fol
     programs, me = nl.num_programs(0), nl.program_id(0)
     source, width = read_as(tiles, packed), total.shape[2]
     count, elements, dim = source.shape[0], source.shape[2], PARTS * splits * width
-    lanes = lanes_of(rows // parts, splits) if packed else 0
+    helpers = decoders(packed, rows // parts, splits)
     for first in range(0, count, programs * ITEMS):
         raw = nl.ndarray((P, ITEMS, elements), dtype=source.dtype, buffer=nl.sbuf)
         raw_outer = nl.ndarray((PARTS * splits, ITEMS, width), dtype=nl.uint8, buffer=nl.sbuf)
@@ -158,5 +162,5 @@ def every(total, parts, z, x_ts, tables, tiles, outer, packed, groups, rows, fol
                 nisa.dma_copy(dst=raw_outer[:, j, :], src=outer.ap(pattern, offset=min(item, count - 1) * dim))
             for b in range(len(x_ts)):
                 nisa.tensor_copy(dst=metas[b][:, :, j : j + 1], src=tables[b][:, :, column : column + 1], engine=nisa.engine.gpsimd)
-        weight = operands(raw, raw_outer, lanes, ITEMS, dim, fold)
+        weight = operands(raw, raw_outer, helpers, ITEMS, dim, fold)
         steps(total, parts, z, x_ts, weight, metas, rows, ITEMS, fold, splits, clamp, limit, False)

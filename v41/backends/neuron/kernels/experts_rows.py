@@ -50,7 +50,7 @@ def placed(ids, weights, scales, tiles):
 
 
 def blocks_of(counts, blocks, log_blocks, rows):
-    """(experts, block numbers, how many): lists (1, n) uint32 of the blocks of `rows` rows that have any; `blocks` = 2^log_blocks."""
+    """(experts, block numbers, how many): lists (1, n + 1) uint32 of the blocks of `rows` rows that have any, then 0; `blocks` = 2^log_blocks."""
     columns = counts.shape[1]
     held = columns - 1
     n = held * blocks
@@ -60,11 +60,12 @@ def blocks_of(counts, blocks, log_blocks, rows):
     nisa.tensor_tensor(dst=some, data1=counts.ap([[columns, 1], [1, held], [0, blocks]], offset=1), data2=first, op=nl.greater)
     found = nl.ndarray((1, n + 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.nonzero_with_count(dst=found, src=some.reshape((1, n)), index_offset=0, padding_val=0)
-    units = nl.ndarray((1, n), dtype=nl.uint32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=units, src=found[:, 0:n])
-    experts = nl.ndarray((1, n), dtype=nl.uint32, buffer=nl.sbuf)
+    units = nl.ndarray((1, n + 1), dtype=nl.uint32, buffer=nl.sbuf)
+    nisa.memset(dst=units[:, n : n + 1], value=0)
+    nisa.tensor_copy(dst=units[:, 0:n], src=found[:, 0:n])
+    experts = nl.ndarray((1, n + 1), dtype=nl.uint32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=experts, data=units, op0=nl.right_shift, operand0=log_blocks)
-    numbers = nl.ndarray((1, n), dtype=nl.uint32, buffer=nl.sbuf)
+    numbers = nl.ndarray((1, n + 1), dtype=nl.uint32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=numbers, data=experts, op0=nl.left_shift, operand0=log_blocks)
     nisa.tensor_tensor(dst=numbers, data1=units, data2=numbers, op=nl.subtract)
     count = nisa.register_alloc()
@@ -73,22 +74,36 @@ def blocks_of(counts, blocks, log_blocks, rows):
 
 
 def fixed(n, rows, blocks):
-    """What every block needs: (info, firsts, lanes, lanes of parts, parts).
+    """What every block needs: (info, firsts, lanes, copies, parts).
 
     info (128, n / 128, 3): row number, 1, and room for a weight; firsts (128, blocks): the first place of a block; lanes (128, rows): the lane;
-    lanes of parts (128, 128): r of lane 32 b + r, and parts (128, 1) its b.
+    copies (rows, rows / 32, 128): ones where lane 32 i + r meets lane 32 b + r of part i; parts (128, 1): b of lane 32 b + r.
     """
     info = nl.ndarray((P, n // P, 3), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=info, value=1.0)
     nisa.iota(dst=info[:, :, 0], pattern=[[P, n // P]], offset=0, channel_multiplier=1)
     firsts = nl.ndarray((P, blocks), dtype=nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=firsts, pattern=[[rows, blocks]], offset=0)
-    lanes = nl.ndarray((P, PARTS, GROUP), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.iota(dst=lanes, pattern=[[0, PARTS], [1, GROUP]], offset=0)
+    copies = nl.ndarray((rows, rows // GROUP, PARTS, GROUP), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=copies, pattern=[[GROUP, rows // GROUP], [0, PARTS], [1, GROUP]], offset=0, channel_multiplier=-1)
+    nisa.tensor_scalar(dst=copies, data=copies, op0=nl.equal, operand0=0.0)
     parts = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
     for b in range(PARTS):
         nisa.memset(dst=parts[b * GROUP : (b + 1) * GROUP, :], value=float(b))
-    return info, firsts, counted(rows, 0), lanes.reshape((P, P)), parts
+    return info, firsts, counted(rows, 0), copies.reshape((rows, rows // GROUP, P)), parts
+
+
+def entry(entries, i, ahead):
+    """Entry i + ahead of a list as a register; i is a register."""
+    found = nisa.register_alloc()
+    nisa.register_load(found, entries.ap([[1, 1], [1, 1]], offset=ahead, scalar_offset=i, indirect_dim=1))
+    return found
+
+
+def looked(tables, places, given, experts, numbers, i, ahead, rows):
+    """(found, own) of block i + ahead of the lists: `chosen` of its rows, and `of_block`."""
+    first, place, own = of_block(tables, places, given, entry(experts, i, ahead), entry(numbers, i, ahead))
+    return chosen(place, tables[0], tables[2], first, rows), own
 
 
 def of_block(tables, places, given, expert, number):
@@ -121,6 +136,13 @@ def chosen(place, info, lanes_of, first, lanes):
     return converted(ps, nl.float32)
 
 
+def copied(found, copies, part):
+    """(128, 3): what `chosen` found for the 32 rows of a part, on lane 32 b + r for every b."""
+    ps = nl.ndarray((P, 3), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=ps, stationary=copies[:, part, :], moving=found, accumulate=False)
+    return converted(ps, nl.float32)
+
+
 def indices(found, lanes, times, part):
     """(lanes, 1) uint32: row number * times + part (lanes, 1), or OUTSIDE where there is no row."""
     beyond = nl.ndarray((lanes, 1), dtype=nl.float32, buffer=nl.sbuf)
@@ -132,18 +154,23 @@ def indices(found, lanes, times, part):
     return index
 
 
-def gathered(source, found, rows, dim):
-    """(rows, dim): rows of an HBM tensor by `chosen`, zeros where there is none."""
-    t = nl.ndarray((rows, dim), dtype=source.dtype, buffer=nl.sbuf)
+def gathered(t, source, found):
+    """t (rows, dim) = rows of an HBM tensor by `chosen`, zeros where there is none."""
+    rows, dim = t.shape
     nisa.memset(dst=t, value=0.0, engine=nisa.engine.gpsimd)
     index = indices(found, rows, 1.0, 0.0)
     nisa.dma_copy(dst=t, src=source.ap([[dim, rows], [1, dim]], vector_offset=index, indirect_dim=0), oob_mode=nisa.oob_mode.skip)
-    return t
 
 
-def scattered(sums, values, found, part):
-    """Adds values (128, dim / 4), lane (b, r), to the rows of sums (n * 4, dim / 4) by `chosen` of 128 lanes; part (128, 1) is b + 4 * the first row."""
+def indices_of(index, found, copies, parts):
+    """index (128, n) uint32: for every part of a block, the rows of `scattered`; parts (128, 1) is b of lane 32 b + r."""
+    for p in range(index.shape[1]):
+        nisa.tensor_copy(dst=index[:, p : p + 1], src=indices(copied(found, copies, p), P, float(PARTS), parts))
+
+
+def scattered(sums, total, index):
+    """Adds total (128, parts, dim / 4), lane (b, r), to rows of sums (n * 4, dim / 4)."""
     width = sums.shape[1]
-    index = indices(found, P, float(PARTS), part)
-    place = sums.ap([[width, P], [1, width]], vector_offset=index, indirect_dim=0)
-    nisa.dma_compute(dst=place, srcs=[place, values], reduce_op=nl.add, oob_mode=nisa.oob_mode.skip)
+    for p in range(index.shape[1]):
+        place = sums.ap([[width, P], [1, width]], vector_offset=index[:, p : p + 1], indirect_dim=0)
+        nisa.dma_compute(dst=place, srcs=[place, total[:, p, :]], reduce_op=nl.add, oob_mode=nisa.oob_mode.skip)

@@ -4,6 +4,7 @@
 from torch import Tensor
 from torch.nn.functional import pad
 
+from v41.backends.neuron.kernels.dense import dense
 from v41.backends.neuron.kernels.tiles import P
 from v41.backends.neuron.nki import nisa, nl
 from v41.spec.table import Tiled
@@ -68,7 +69,8 @@ def load(held, weight, pieces):
 
 def in_tiles(weight: Tensor | Tiled) -> Tensor:
     """(blocks, 128, tiles, columns) of a weight [columns, inner]: what a lane reads is contiguous. To be made once at load: `Tiled`."""
-    return weight.weight if isinstance(weight, Tiled) else one_block(weight).weight
+    tiles = weight.weight if isinstance(weight, Tiled) else one_block(weight).weight
+    return dense(tiles, *tiles.shape)
 
 
 def one_block(weight: Tensor) -> Tiled:

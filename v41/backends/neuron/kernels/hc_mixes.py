@@ -11,7 +11,7 @@
     all blocks at once, a token per lane:
         pre = sigmoid + eps, post = 2 sigmoid, comb = softmax rows + eps, columns, (iters - 1) x (rows, columns)      sinkhorn.py
 
-Limits: copies * dim is padded to a multiple of 128; at most 64 mixes; rows in bfloat16 or float32. To be done once at load: fn as `Tiled` in one block.
+Limits: copies * dim is padded to a multiple of 128; at most 128 mixes; rows in bfloat16 or float32. To be done once at load: fn as `Tiled` in one block.
 """
 
 from torch import Tensor, cat, stack
@@ -27,6 +27,7 @@ from v41.spec.numerics import Numerics
 from v41.spec.table import Tiled
 
 FEW = 32  # tokens up to which tiles are packed
+COLUMNS = 512  # float32 of a PSUM bank
 SQUARES = 2048  # elements of a lane that are squared by one instruction
 
 
@@ -121,7 +122,7 @@ def one_by_one(total, weights, x, rows):
 def packed_tiles(total, weights, u, rows):
     """total (rows, count) = fn @ u, turned: `pack` tiles side by side in both operands, whose diagonal blocks count."""
     tiles, count = u.shape[1], weights.shape[2]
-    pack = min(P // count, tiles)
+    pack = min(P // count, tiles, COLUMNS // rows)
     packed = nl.ndarray((pack * count, pack, rows), dtype=nl.float32, buffer=nl.psum)
     for t in range(0, tiles // pack * pack, pack):
         nisa.nc_matmul(dst=packed, stationary=weights[:, t : t + pack, :].reshape((P, pack * count)), moving=u[:, t : t + pack, :], accumulate=t > 0)

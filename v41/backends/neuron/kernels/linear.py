@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from v41.backends.neuron.kernels.dense import dense
 from v41.backends.neuron.kernels.gemm import product
 from v41.backends.neuron.kernels.narrow import narrow_product
 from v41.backends.neuron.kernels.tiles import BLOCK, P
@@ -84,7 +85,7 @@ def _product(run: Run, x: Tensor, w: Fp8Like, groups: int, limit: float, wide: b
     by_rows = n >= SPLIT and not (out >= BROAD and _even(blocks, out, groups))
     height = n if n <= P else P
     more = -n % (2 * P if by_rows else height)
-    rows = functional.pad(rows.unflatten(1, (groups, inner)), (0, padded - inner, 0, 0, 0, more)).flatten(1).contiguous()
+    rows = dense(functional.pad(rows.unflatten(1, (groups, inner)), (0, padded - inner, 0, 0, 0, more)), -1, groups * padded)
     cores = 2 if by_rows or _even(blocks, out, groups) else 1
     fold = _fold(padded // P, height, step // P)
     y = run(product, cores, rows, weight, scales, kind, out, blocks, groups, fold, height, by_rows, limit, wide)
@@ -98,8 +99,8 @@ def _narrow(run: Run, rows: Tensor, w: Tensor, wide: bool) -> Tensor:
     tiles = (rows.shape[1] + more) // P
     fold = _fold(tiles, max(n, out), 1)
     mask = torch.eye(tiles // fold).repeat_interleave(n, 0).repeat_interleave(out, 1)
-    weight = functional.pad(w, (0, more)).contiguous()
-    return run(narrow_product, 1, functional.pad(rows, (0, more)).contiguous(), weight, mask, fold, wide)
+    x, weight = (dense(functional.pad(t, (0, more)), -1, tiles * P) for t in (rows, w))
+    return run(narrow_product, 1, x, weight, mask, fold, wide)
 
 
 def _outer(w: Fp8Like) -> int:
@@ -109,12 +110,12 @@ def _outer(w: Fp8Like) -> int:
 def _operands(w: Fp8Like) -> tuple[Tensor, Tensor | None, str, int]:
     """(weights, scales, kind, blocks of columns) as the kernel takes them."""
     if isinstance(w, Tiled):
-        return w.weight.contiguous(), None, "tiled", w.weight.shape[0]
+        return dense(w.weight, *w.weight.shape), None, "tiled", w.weight.shape[0]
     if isinstance(w, Tensor):
-        return w.contiguous(), None, "natural", 2 if w.shape[0] % 2 == 0 and w.shape[0] >= NARROW else 1
+        return dense(w, *w.shape), None, "natural", 2 if w.shape[0] % 2 == 0 and w.shape[0] >= NARROW else 1
     if w.weight.shape[1] % 2:
         raise ValueError(f"a weight of {tuple(w.weight.shape)}: codes are read in pairs, and the inner size is odd")
-    pairs, out = w.weight.contiguous().view(torch.int16), w.weight.shape[0]
+    pairs, out = dense(w.weight, *w.weight.shape).view(torch.int16), w.weight.shape[0]
     if isinstance(w, Folded):
         return pairs, w.scale.repeat_interleave(w.rows)[:out].contiguous(), "folded", 2 if out % 2 == 0 and out >= NARROW else 1
     return pairs, lane_scales(w), "codes", 2 if out % (2 * BLOCK) == 0 else 1

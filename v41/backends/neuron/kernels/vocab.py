@@ -11,7 +11,7 @@ from v41.backends.neuron.nki import nisa, nl
 
 EIGHT = 8  # what max8 needs
 LOWEST = -3.4028234663852886e38
-MOST = 16384  # elements of a lane that it searches
+MOST = 8192  # elements of a lane: a row and what is made of it fit a lane's memory
 LONG = 2000  # elements of lanes whose search costs more than another gather
 
 
@@ -122,7 +122,7 @@ def lanes_of(vocab: int) -> tuple[int, int]:
 def laid(rows: Tensor, value: float) -> tuple[Tensor, int, int]:
     """(rows [n, lanes * w] fp32 padded with value, lanes, w). No copy where the vocabulary fills 128 lanes evenly.
 
-    Raises ValueError for a vocabulary above 128 * 16384 and for other dtypes than float32.
+    Raises ValueError for a vocabulary above 128 * 8192 and for other dtypes than float32.
     """
     vocab = rows.shape[-1]
     lanes, w = lanes_of(vocab)

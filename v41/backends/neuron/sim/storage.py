@@ -130,5 +130,6 @@ def _merge(history):
         for a in mine[1:]:
             region = region.union(a.region)
         clock = tuple(max(values) for values in zip(*(a.clock for a in mine), strict=True))
-        merged.append(Access(region, clock, program, max(a.epoch for a in mine), ()))
+        pattern = mine[0].pattern if len({a.pattern[:2] for a in mine}) == 1 else ()
+        merged.append(Access(region, clock, program, max(a.epoch for a in mine), pattern))
     return merged + rest
