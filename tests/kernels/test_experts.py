@@ -11,6 +11,8 @@ from bounds import check_rows, strict
 from cases_experts import FORMS, LIMIT
 from mutate import everywhere
 
+from v41.backends.neuron.bench import measure
+from v41.backends.neuron.bench.moe import CASES, decode
 from v41.backends.neuron.kernels import experts as kernels
 from v41.backends.neuron.kernels import experts_layout as layout
 from v41.backends.neuron.launch import profiled, simulate
@@ -223,6 +225,23 @@ def test_bytes_are_those_of_the_experts_hit_and_instructions_do_not_depend_on_wh
     for h in (1, 2, 4):
         assert 2 * (bytes_of[h] - bytes_of[0]) == h * one_expert
         assert instructions[h] - instructions[0] == h * (instructions[1] - instructions[0])
+
+
+def test_seven_experts_of_a_rank_stay_near_their_floor_and_every_step_of_the_loop_is_counted():
+    seven, one = (measure(decode("TP8 x EP8", hit)) for hit in (7, 1))
+    assert seven.ratio <= 1.5 and seven.bound_by == "tensor"
+    moved = [sum(e.bytes for e in m.reports[0].engines if e.engine == "dma") for m in (seven, one)]
+    steps = [-(-hit * 9 // 8) for hit in (7, 1)]
+    assert moved[0] - moved[1] == (steps[0] - steps[1]) * 4 * 128 * 3840
+    assert not seven.reports[0].warnings and not one.reports[0].warnings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.phase == "decode" and "codes" in c.shape and " 0 of" not in c.shape and " 1 of" not in c.shape], ids=lambda c: c.shape
+)
+def test_experts_hit_stay_near_their_floor(case):
+    assert measure(case).ratio <= 1.5
 
 
 # Wrong kernels

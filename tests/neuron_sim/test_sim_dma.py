@@ -85,6 +85,29 @@ def test_rows_of_one_size_are_read_as_they_were_written():
     assert [w.rule for w in report.warnings] == ["HAZ-SCRATCH"], "the last copy only, which reads rows as a block"
 
 
+def row_by_row(x, idx):
+    """A copy of x, one row a DMA, read back and written again by one gather and one scatter."""
+    n, width = x.shape
+    out = nl.ndarray((n, width), x.dtype, buffer=nl.shared_hbm)
+    i, t = nl.ndarray((n, 1), nl.uint32), nl.ndarray((n, width), x.dtype)
+    nisa.dma_copy(i, idx)
+    nisa.dma_copy(t, x)
+    for r in range(0, n, 2):
+        nisa.dma_copy(out.vector_select(0, i[r : r + 1]), t[r : r + 1])
+    for r in range(1, n, 2):
+        nisa.dma_copy(out.vector_select(0, i[r : r + 1]), t[r : r + 1])
+    nisa.dma_copy(t, out.vector_select(0, i))
+    nisa.dma_copy(out.vector_select(0, i), t)
+    return out
+
+
+def test_a_long_history_of_rows_is_still_one_of_rows(monkeypatch):
+    monkeypatch.setattr("v41.backends.neuron.sim.storage.LIMIT", 16)
+    x = normal(96, 8)
+    got, report = sim.profile(row_by_row)(x, np.arange(96, dtype=np.uint32)[:, None])
+    assert np.array_equal(got, x) and report.warnings == ()
+
+
 def scatter(cache, rows, idx):
     """cache[idx] = rows, out-of-range rows dropped."""
     i = nl.ndarray(idx.shape, nl.uint32)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from v41.backends.neuron.kernels.dense import dense
 from v41.backends.neuron.kernels.experts_kernel import LANE_ROWS, all_experts, hit_experts
 from v41.backends.neuron.kernels.experts_layout import ExpertTiles, P, SharedTiles, prepared, prepared_shared
 from v41.backends.neuron.kernels.experts_prefill import prefill_experts
@@ -65,12 +66,10 @@ def held_tiles(x: Tensor, weights: Tensor, ids: Tensor, w1: Any, w2: Any, w3: An
 
 def given(tiles: ExpertTiles, flat: bool) -> tuple[Any, ...]:
     """(tiles, outer, scales, shared, packed, shared items) for a kernel; items of all experts in one dimension if flat."""
-    outer = tiles.outer
-    if outer is not None and flat:
-        outer = outer.flatten(0, 1)
-    shared = tiles.shared
-    weight = tiles.weight.flatten(0, 1) if flat else tiles.weight
-    return weight, 0 if outer is None else outer, tiles.scale, 0 if shared is None else shared, tiles.packed, 0 if shared is None else len(shared)
+    weight, outer, scale, shared = (None if t is None else dense(t, *t.shape) for t in (tiles.weight, tiles.outer, tiles.scale, tiles.shared))
+    if flat:
+        weight, outer = (None if t is None else t.flatten(0, 1) for t in (weight, outer))
+    return weight, 0 if outer is None else outer, scale, 0 if shared is None else shared, tiles.packed, 0 if shared is None else len(shared)
 
 
 def experts(
@@ -143,5 +142,5 @@ def shared_expert(
     if n == 0 or tiles.weight is None:
         return x.new_zeros((n, dim), dtype=torch.float32)
     rows = rows_of(n)
-    x, count = filled(x, rows, P), len(tiles.weight)
-    return run(all_experts, CORES, x, 0, 0, 0, 0, 0, tiles.weight, False, count, 0, rows, tiles.fold, clamp, largest)[:n, :dim]
+    x, items, count = filled(x, rows, P), dense(tiles.weight, *tiles.weight.shape), len(tiles.weight)
+    return run(all_experts, CORES, x, 0, 0, 0, 0, 0, items, False, count, 0, rows, tiles.fold, clamp, largest)[:n, :dim]

@@ -43,17 +43,10 @@ def fetched(raw, raw_outer, meta, j, source, outer, table, item, column, splits,
     nisa.tensor_copy(dst=meta[:, :, j : j + 1], src=given, engine=nisa.engine.gpsimd)
 
 
-def nothing(dtype, packed, lanes, items, columns, width):
-    """The weight of a step of zeros, whose room keeps w2 of the step before: (0, w2 (128, items, columns)), and scales (lanes, items, width) if packed."""
-    second = emptied((P, items, columns), nl.float8_e4m3 if packed else dtype)
-    return (0, second, emptied((lanes, items, width), nl.bfloat16)) if packed else (0, second)
-
-
-def keep(before, weight, items):
-    """Copies w2 of a step, and its scales, to where the next step finds them."""
-    for w in range(1, len(weight)):
-        for j in range(items):
-            nisa.tensor_copy(dst=before[w][:, j, :], src=weight[w][:, j, :], engine=nisa.engine.gpsimd)
+def nothing(dtype, packed, lanes, splits, width):
+    """The weight of a step of zeros, whose room keeps w2 of the step before."""
+    second = emptied((P, ITEMS, splits * width), nl.float8_e4m3 if packed else dtype)
+    return (0, second, emptied((lanes, ITEMS, width), nl.bfloat16)) if packed else (0, second)
 
 
 @nki.jit
@@ -83,7 +76,7 @@ def hit_experts(x, ids, weights, tiles, outer, scales, shared, packed, shared_it
     helpers = decoders(packed, n, splits)
     source = read_as(tiles, packed)
     parts = emptied((n, ITEMS, P), x.dtype)
-    before = nothing(source.dtype, packed, splits * PARTS * n, ITEMS, dim // PARTS, width)
+    before = nothing(source.dtype, packed, splits * PARTS * n, splits, width)
     if shared_items > 0:
         passed(total, 1, z, [x_t], shared, n, fold, splits, clamp, limit)
 
@@ -100,7 +93,9 @@ def hit_experts(x, ids, weights, tiles, outer, scales, shared, packed, shared_it
             summed_scaled(total, 0, z, before[1], before[2], ITEMS, splits, False)
         else:
             sums = product(z, before[1], 0, ITEMS, total.shape[0], splits, width)
-        keep(before, weight, ITEMS)
+        for w in range(1, len(weight)):
+            for j in range(ITEMS):
+                nisa.tensor_copy(dst=before[w][:, j, :], src=weight[w][:, j, :], engine=nisa.engine.gpsimd)
         hidden_parts(parts, ps, meta, n, ITEMS, clamp, limit)
         if not packed:
             summed(total, 0, sums, False)

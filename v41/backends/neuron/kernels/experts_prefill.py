@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts kernel for many rows: a dynamic loop over the blocks of rows of the experts that have rows (docs/kernels.md)."""
 
-from v41.backends.neuron.kernels.experts_core import PARTS, added, emptied, hidden_parts, projected, turn, turned
+from v41.backends.neuron.kernels.experts_core import PARTS, emptied, steps, turn, turned
 from v41.backends.neuron.kernels.experts_fetch import begun, decoders, operands, passed, read_as, rounded_rows
-from v41.backends.neuron.kernels.experts_kernel import LANE_ROWS, keep, nothing
-from v41.backends.neuron.kernels.experts_rows import OUTSIDE, blocks_of, entry, fixed, gathered, indices_of, looked, placed, scattered
+from v41.backends.neuron.kernels.experts_kernel import LANE_ROWS
+from v41.backends.neuron.kernels.experts_rows import blocks_of, chosen, copied, fixed, gathered, of_block, placed, scattered
 from v41.backends.neuron.kernels.tiles import P
 from v41.backends.neuron.nki import nisa, nki, nl
 
@@ -20,10 +20,9 @@ def prefill_experts(x, ids, weights, tiles, outer, scales, shared, packed, share
         x through its fp8 round trip, to HBM;  sums of each core in HBM = the shared expert, or 0
         places of the rows in the lists of their experts; list the blocks that have rows
         for a block:                                         a dynamic loop
-            transpose its rows; gather those of the next block
-            for at most 8 items of the expert, a core half of them:
-                ps = x . w1, x . w3;  total = or += hidden . w2 of the step before;  hidden = activated(ps)
-            add the total of the block before to the core's sums, row by row
+            gather its rows, transpose
+            for at most 8 items of the expert, a core half of them:   as `hit_experts`
+            add to the core's sums, row by row
         out = the sums of both cores
     """
     n, dim = x.shape
@@ -36,72 +35,56 @@ def prefill_experts(x, ids, weights, tiles, outer, scales, shared, packed, share
     experts, numbers, count = blocks_of(counts, blocks, log_blocks, rows)
     if nl.num_programs(0) == 2:
         nisa.core_barrier(data=sums)
-    parts, tables, widths = rows // LANE_ROWS, fixed(n, rows, blocks), step_items(tiles.shape[1])
-    total = nl.ndarray((P, parts, dim // PARTS), dtype=nl.float32, buffer=nl.sbuf)
-    index = nl.ndarray((P, parts), dtype=nl.uint32, buffer=nl.sbuf)
-    nisa.memset(dst=index, value=OUTSIDE)
-    z, kept = emptied((P, widths[0], 1, P), x.dtype), emptied((rows, widths[0], P), x.dtype)
-    before = nothing(read_as(tiles, packed).dtype, packed, P, widths[0], dim // PARTS, dim // PARTS)
-    x_rows = nl.ndarray((rows, dim), dtype=x.dtype, buffer=nl.sbuf)
-    found, own = looked(tables, places, given, experts, numbers, nisa.register_alloc(0), 0, rows)
-    gathered(x_rows, rounded, found)
+    parts, most, tables = rows // LANE_ROWS, items_a_step(tiles.shape[1]), fixed(n, rows, blocks)
+    z = emptied((P, most, 1, P), x.dtype)
 
     def body(i):
-        expert = entry(experts, i, 0)
-        next_found, next_own = looked(tables, places, given, experts, numbers, i, 1, rows)
+        expert, number = nisa.register_alloc(), nisa.register_alloc()
+        nisa.register_load(expert, experts.ap([[1, 1], [1, 1]], scalar_offset=i, indirect_dim=1))
+        nisa.register_load(number, numbers.ap([[1, 1], [1, 1]], scalar_offset=i, indirect_dim=1))
+        first, place, own = of_block(tables, places, given, expert, number)
+        found = chosen(place, tables[0], tables[2], first, rows)
         x_t = nl.ndarray((P, fold, dim // (P * fold) * rows), dtype=x.dtype, buffer=nl.sbuf)
-        turn(x_t, x_rows, 0, rows, fold)
-        gathered(x_rows, rounded, next_found)
-        for c in range(len(widths)):
-            weight, meta = fetched(tiles, outer, packed, expert, found, own, c * widths[0], widths[c], rows, dim, fold)
-            ps = projected(x_t, weight[0], rows, widths[c], dim // P, fold)
-            added(total, 0, parts, z, kept, before, rows, widths[c - 1], 1, (c - 1) % len(widths) == 0)
-            if c == 0:
-                scattered(sums[me], total, index)
-            keep(before, weight, widths[c])
-            hidden_parts(kept[:, 0 : widths[c], :], ps, meta, rows, widths[c], clamp, limit)
-        indices_of(index, found, tables[3], tables[4])
-        nisa.tensor_copy(dst=found, src=next_found)
-        nisa.tensor_copy(dst=own, src=next_own)
+        turn(x_t, gathered(rounded, found, rows, dim), 0, rows, fold)
+        total = nl.ndarray((P, parts, dim // PARTS), dtype=nl.float32, buffer=nl.sbuf)
+        half(total, parts, z, x_t, tiles, outer, packed, expert, found, own, rows, most, fold, clamp, limit)
+        for p in range(parts):
+            scattered(sums[me], total[:, p, :], copied(found, tables[3], p), tables[4])
 
     nl.fori_loop(0, count, body)
-    added(total, 0, parts, z, kept, before, rows, widths[len(widths) - 1], 1, len(widths) == 1)
-    scattered(sums[me], total, index)
     finish(out, sums)
     return out
 
 
-def step_items(groups):
-    """Items of the steps of a block: a core's half of an expert's, in steps of at most 8, the first ones alike."""
+def items_a_step(groups):
+    """Items a step: a core's half of an expert's in equal steps."""
     mine = -(-groups // nl.num_programs(0))
-    most = -(-mine // -(-mine // MOST))
-    widths = []
-    for first in range(0, mine, most):
-        widths.append(min(most, mine - first))
-    return widths
+    return -(-mine // -(-mine // MOST))
 
 
-def fetched(tiles, outer, packed, expert, found, own, first, items, rows, dim, fold):
-    """(weight, meta) of items first .. of this core's half of an expert (a register). An odd number of items: both cores take the middle one, the second
-    with weight 0."""
+def half(total, parts, z, x_t, tiles, outer, packed, expert, found, given, rows, most, fold, clamp, limit):
+    """total += what this core's items of an expert (a register) give. An odd number of items: both cores take the middle one, the second with weight 0."""
     source, programs, me = read_as(tiles, packed), nl.num_programs(0), nl.program_id(0)
-    groups, elements = source.shape[1], source.shape[3]
+    groups, elements, dim = source.shape[1], source.shape[3], PARTS * total.shape[2]
     mine = -(-groups // programs)
-    item = me * (groups - mine) + first
-    raw = nl.ndarray((P, items, elements), dtype=source.dtype, buffer=nl.sbuf)
-    pattern = [[elements, P], [P * elements, items], [1, elements]]
-    nisa.dma_copy(dst=raw, src=source.ap(pattern, offset=item * P * elements, scalar_offset=expert, indirect_dim=0))
-    raw_outer = nl.ndarray((PARTS, items, dim // PARTS), dtype=nl.uint8, buffer=nl.sbuf)
-    if packed:
-        pattern = [[dim // PARTS, PARTS], [dim, items], [1, dim // PARTS]]
-        nisa.dma_copy(dst=raw_outer, src=outer.ap(pattern, offset=item * dim, scalar_offset=expert, indirect_dim=0))
-    meta = nl.ndarray((rows, 4, items), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=meta[:, 0, :], src=found.ap([[3, rows], [0, items]], offset=2))
-    if mine * programs > groups and first == 0:
-        nisa.tensor_scalar(dst=meta[:, 0, 0:1], data=meta[:, 0, 0:1], op0=nl.multiply, operand0=1.0 - float(me))
-    row_tiles = own.shape[2]
-    nisa.tensor_copy(dst=meta[:, 1:4, :], src=own.ap([[4 * row_tiles, rows], [row_tiles, 3], [0, items]], offset=row_tiles))
-    return operands(raw, raw_outer, decoders(packed, LANE_ROWS, 1), items, dim, fold), meta
+    helpers = decoders(packed, LANE_ROWS, 1)
+    for first in range(0, mine, most):
+        items, item = min(most, mine - first), me * (groups - mine) + first
+        raw = nl.ndarray((P, items, elements), dtype=source.dtype, buffer=nl.sbuf)
+        pattern = [[elements, P], [P * elements, items], [1, elements]]
+        nisa.dma_copy(dst=raw, src=source.ap(pattern, offset=item * P * elements, scalar_offset=expert, indirect_dim=0))
+        raw_outer = nl.ndarray((PARTS, items, dim // PARTS), dtype=nl.uint8, buffer=nl.sbuf)
+        if packed:
+            pattern = [[dim // PARTS, PARTS], [dim, items], [1, dim // PARTS]]
+            nisa.dma_copy(dst=raw_outer, src=outer.ap(pattern, offset=item * dim, scalar_offset=expert, indirect_dim=0))
+        meta = nl.ndarray((rows, 4, items), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=meta[:, 0, :], src=found.ap([[3, rows], [0, items]], offset=2))
+        if mine * programs > groups and first == 0:
+            nisa.tensor_scalar(dst=meta[:, 0, 0:1], data=meta[:, 0, 0:1], op0=nl.multiply, operand0=1.0 - float(me))
+        tiles_of = given.shape[2]
+        nisa.tensor_copy(dst=meta[:, 1:4, :], src=given.ap([[4 * tiles_of, rows], [tiles_of, 3], [0, items]], offset=tiles_of))
+        weight = operands(raw, raw_outer, helpers, items, dim, fold)
+        steps(total, parts, z, [x_t], weight, [meta], rows, items, fold, 1, clamp, limit, first == 0)
 
 
 def begin(sums, x, shared, shared_items, fold, clamp, limit):

@@ -50,7 +50,7 @@ def placed(ids, weights, scales, tiles):
 
 
 def blocks_of(counts, blocks, log_blocks, rows):
-    """(experts, block numbers, how many): lists (1, n + 1) uint32 of the blocks of `rows` rows that have any, then 0; `blocks` = 2^log_blocks."""
+    """(experts, block numbers, how many): lists (1, n) uint32 of the blocks of `rows` rows that have any; `blocks` = 2^log_blocks."""
     columns = counts.shape[1]
     held = columns - 1
     n = held * blocks
@@ -60,12 +60,11 @@ def blocks_of(counts, blocks, log_blocks, rows):
     nisa.tensor_tensor(dst=some, data1=counts.ap([[columns, 1], [1, held], [0, blocks]], offset=1), data2=first, op=nl.greater)
     found = nl.ndarray((1, n + 1), dtype=nl.int32, buffer=nl.sbuf)
     nisa.nonzero_with_count(dst=found, src=some.reshape((1, n)), index_offset=0, padding_val=0)
-    units = nl.ndarray((1, n + 1), dtype=nl.uint32, buffer=nl.sbuf)
-    nisa.memset(dst=units[:, n : n + 1], value=0)
-    nisa.tensor_copy(dst=units[:, 0:n], src=found[:, 0:n])
-    experts = nl.ndarray((1, n + 1), dtype=nl.uint32, buffer=nl.sbuf)
+    units = nl.ndarray((1, n), dtype=nl.uint32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=units, src=found[:, 0:n])
+    experts = nl.ndarray((1, n), dtype=nl.uint32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=experts, data=units, op0=nl.right_shift, operand0=log_blocks)
-    numbers = nl.ndarray((1, n + 1), dtype=nl.uint32, buffer=nl.sbuf)
+    numbers = nl.ndarray((1, n), dtype=nl.uint32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=numbers, data=experts, op0=nl.left_shift, operand0=log_blocks)
     nisa.tensor_tensor(dst=numbers, data1=units, data2=numbers, op=nl.subtract)
     count = nisa.register_alloc()
@@ -91,19 +90,6 @@ def fixed(n, rows, blocks):
     for b in range(PARTS):
         nisa.memset(dst=parts[b * GROUP : (b + 1) * GROUP, :], value=float(b))
     return info, firsts, counted(rows, 0), copies.reshape((rows, rows // GROUP, P)), parts
-
-
-def entry(entries, i, ahead):
-    """Entry i + ahead of a list as a register; i is a register."""
-    found = nisa.register_alloc()
-    nisa.register_load(found, entries.ap([[1, 1], [1, 1]], offset=ahead, scalar_offset=i, indirect_dim=1))
-    return found
-
-
-def looked(tables, places, given, experts, numbers, i, ahead, rows):
-    """(found, own) of block i + ahead of the lists: `chosen` of its rows, and `of_block`."""
-    first, place, own = of_block(tables, places, given, entry(experts, i, ahead), entry(numbers, i, ahead))
-    return chosen(place, tables[0], tables[2], first, rows), own
 
 
 def of_block(tables, places, given, expert, number):
@@ -154,23 +140,18 @@ def indices(found, lanes, times, part):
     return index
 
 
-def gathered(t, source, found):
-    """t (rows, dim) = rows of an HBM tensor by `chosen`, zeros where there is none."""
-    rows, dim = t.shape
+def gathered(source, found, rows, dim):
+    """(rows, dim): rows of an HBM tensor by `chosen`, zeros where there is none."""
+    t = nl.ndarray((rows, dim), dtype=source.dtype, buffer=nl.sbuf)
     nisa.memset(dst=t, value=0.0, engine=nisa.engine.gpsimd)
     index = indices(found, rows, 1.0, 0.0)
     nisa.dma_copy(dst=t, src=source.ap([[dim, rows], [1, dim]], vector_offset=index, indirect_dim=0), oob_mode=nisa.oob_mode.skip)
+    return t
 
 
-def indices_of(index, found, copies, parts):
-    """index (128, n) uint32: for every part of a block, the rows of `scattered`; parts (128, 1) is b of lane 32 b + r."""
-    for p in range(index.shape[1]):
-        nisa.tensor_copy(dst=index[:, p : p + 1], src=indices(copied(found, copies, p), P, float(PARTS), parts))
-
-
-def scattered(sums, total, index):
-    """Adds total (128, parts, dim / 4), lane (b, r), to rows of sums (n * 4, dim / 4)."""
+def scattered(sums, values, found, part):
+    """Adds values (128, dim / 4), lane (b, r), to the rows of sums (n * 4, dim / 4) by `copied`; part (128, 1) is b."""
     width = sums.shape[1]
-    for p in range(index.shape[1]):
-        place = sums.ap([[width, P], [1, width]], vector_offset=index[:, p : p + 1], indirect_dim=0)
-        nisa.dma_compute(dst=place, srcs=[place, total[:, p, :]], reduce_op=nl.add, oob_mode=nisa.oob_mode.skip)
+    index = indices(found, P, float(PARTS), part)
+    place = sums.ap([[width, P], [1, width]], vector_offset=index, indirect_dim=0)
+    nisa.dma_compute(dst=place, srcs=[place, values], reduce_op=nl.add, oob_mode=nisa.oob_mode.skip)
