@@ -244,7 +244,7 @@ MUTANTS = [
     ("token", "torch.where(bonus[:, None], target, rest)", "target"),  # rejected, then drawn from p
     ("token", "torch.where(bonus[:, None], target, rest)", "rest"),  # the bonus drawn from p - q
     ("token", "leading(passed & in_offer(offered, drafts))", "leading(passed)"),  # accepts what was not offered
-    ("token", ".int().cumprod(-1).sum(-1)", ".int().sum(-1)"),  # goes on behind a rejection
+    ("token", "passed.cumprod(-1, dtype=torch.int32).sum(-1", "passed.int().sum(-1"),  # goes on behind a rejection
     ("block", ".clamp_max(1)", ""),
     ("block", "total = rest + 1 - weights[i]", "total = rest + 1"),
     ("block", "torch.where(offered == i, weights[i], share)", "share"),

@@ -332,7 +332,7 @@ MUTANTS = {
         "torch.cat((state.token[:, None], state.drafts), 1)\n    valid",
         "torch.cat((state.drafts, state.token[:, None]), 1)\n    valid",
     ),
-    "pending token is the first emitted": ("tokens.gather(1, (counts - 1)", "tokens.gather(1, 0 * (counts - 1)"),
+    "pending token is the first emitted": ("tokens[lead, (counts - 1)", "tokens[lead, 0 * (counts - 1)"),
     "one draft too few offered": ("valid = torch.where(running, offered + 1, 0)", "valid = torch.where(running, offered, 0)"),
 }
 

@@ -17,6 +17,7 @@ from v41.api import (
 )
 from v41.cache_io import load_cache, save_cache, take
 from v41.chat import encode_chat
+from v41.compile_api import compile
 from v41.generate import Generated, Generation, Statistics, generate
 from v41.inspect_report import inspect_folder
 from v41.params_io import init_params, load_params, save_params
@@ -45,6 +46,7 @@ __all__ = [
     "SpecState",
     "Statistics",
     "available_backends",
+    "compile",
     "draft",
     "embed",
     "encode_chat",

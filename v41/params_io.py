@@ -15,6 +15,7 @@ from v41 import recipe
 from v41.checkpoint import Folder, check_values, open_folder, tensor_bytes, write_folder
 from v41.engram_map import default_token_map, engram_map, map_from_tokenizer
 from v41.released import DRAFT, VISION, findings
+from v41.resident import checked_resident, kept_as
 from v41.spec.config import Config
 from v41.spec.numerics import Numerics
 from v41.spec.params import EngramMap, Params, build_params, param_specs
@@ -91,30 +92,41 @@ def checked_numerics(value: Numerics | None) -> Numerics:
     return value or Numerics()
 
 
-def load_params(directory: str | Path, *, numerics: Numerics | None = None, draft: bool = True, token_map: Tensor | None = None) -> Params:
-    """The parameters of a folder in the released layout, every tensor in its stored dtype.
+def load_params(
+    directory: str | Path, *, numerics: Numerics | None = None, draft: bool = True, token_map: Tensor | None = None, resident: str = "bytes"
+) -> Params:
+    """The parameters of a folder in the released layout, every tensor in its stored dtype, or (resident="bf16") fp8 and fp4 weights as values.
 
     directory holds config.json, the shards with their index and, for a model with Engram, tokenizer.json (or token_map [vocab] is given).
     With draft=False the draft head is neither read nor needed; what is passed over: `v41.inspect_folder`, before anything is read:
     `v41.read_plan`. Raises ValueError naming tensor and file for anything missing, unknown, or of the wrong dtype, shape or value.
     """
-    directory = Path(directory)
+    directory, resident = Path(directory), checked_resident(resident)
     config = Config.from_json(directory / "config.json")
     folder = open_folder(directory)
     check_folder(folder, config, draft)
     known = folder_map(config, directory, token_map)
-    return build_params(config, checked_numerics(numerics), lambda s: read_leaf(folder, s), known, draft)
+    return kept_as(resident, build_params(config, checked_numerics(numerics), lambda s: read_leaf(folder, s), known, draft))
 
 
-def init_params(config: Config, seed: int, token_map: Tensor | None = None, *, numerics: Numerics | None = None, draft: bool = True) -> Params:
-    """Parameters by the weight recipe (docs/recipe.md): bytes that depend on tensor name and seed only.
+def init_params(
+    config: Config,
+    seed: int,
+    token_map: Tensor | None = None,
+    *,
+    numerics: Numerics | None = None,
+    draft: bool = True,
+    resident: str = "bytes",
+) -> Params:
+    """Parameters by the weight recipe (docs/recipe.md): bytes that depend on tensor name and seed only. `resident` as for `load_params`.
 
     token_map [vocab]: the Engram token map; without one, id modulo engram_compressed_vocab_size with the pad id kept.
     """
     known: EngramMap | None = None
+    resident = checked_resident(resident)
     if config.engram_layer_ids:
         known = engram_map(config, default_token_map(config) if token_map is None else torch.as_tensor(token_map))
-    return build_params(config, checked_numerics(numerics), lambda s: recipe_leaf(s, seed), known, draft)
+    return kept_as(resident, build_params(config, checked_numerics(numerics), lambda s: recipe_leaf(s, seed), known, draft))
 
 
 def recipe_leaf(spec: ParamSpec, seed: int) -> Tensor:
@@ -124,11 +136,14 @@ def recipe_leaf(spec: ParamSpec, seed: int) -> Tensor:
 
 
 def released_tensors(params: Params) -> Iterator[tuple[str, Tensor]]:
-    """(released name, tensor) of every parameter, in the order of the table."""
-    tensors = leaves(replace(params, engram_map=None))
-    for spec, tensor in zip(param_specs(params.config, params.draft is not None), tensors, strict=True):
-        for e, (name, _) in enumerate(spec.released()):
-            yield name, tensor[e] if spec.stacked else tensor
+    """(released name, tensor) of every parameter, in the order of the table. ValueError where weights are not kept as the checkpoint's bytes."""
+    tensors, specs = leaves(replace(params, engram_map=None)), list(param_specs(params.config, params.draft is not None))
+    if [t.dtype for t in tensors] != [s.dtype for s in specs]:
+        raise ValueError(
+            f"params: {len(tensors)} tensors where the checkpoint has {len(specs)}: weights are kept as values or in a device's form, from which "
+            'the bytes of codes and scales do not come back; load them with resident="bytes"'
+        )
+    return ((name, t[e] if s.stacked else t) for s, t in zip(specs, tensors, strict=True) for e, (name, _) in enumerate(s.released()))
 
 
 def save_params(params: Params, directory: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:

@@ -141,14 +141,8 @@ def init_spec(
     return verify.first_state(params, cache, logits, state, _backend(ops, device))
 
 
-@torch.no_grad()
-def spec_step(params: Params, cache: Cache, state: SpecState, *, ops: Backend | None = None) -> tuple[Emitted, SpecState, Cache]:
-    """One step: the target runs on the pending token and the drafts, accepts, commits the accepted rows, and the next block is drafted.
-
-    Returns (Emitted(tokens int32 [batch, depth + 1], -1 behind counts [batch]), state, cache). An idle sequence emits nothing and keeps
-    its state; no shape depends on what is accepted. Raises ValueError for a state of another batch, depth or regime, a draft that is no
-    token id, and for a live sequence that is full.
-    """
+def check_state(params: Params, cache: Cache, state: SpecState) -> None:
+    """ValueError where a step cannot run from this state: see `spec_step`."""
     checks.same_model(params, cache)
     refuse_regime(params)
     if not isinstance(state, SpecState):
@@ -168,4 +162,15 @@ def spec_step(params: Params, cache: Cache, state: SpecState, *, ops: Backend | 
     if full.any():
         b = int(full.nonzero()[0])
         raise ValueError(f"cache: sequence {b} holds {int(cache.length[b])} positions, its capacity, and its state is not idle")
-    return verify.spec_step(params, cache, state, _backend(ops, device))
+
+
+@torch.no_grad()
+def spec_step(params: Params, cache: Cache, state: SpecState, *, ops: Backend | None = None) -> tuple[Emitted, SpecState, Cache]:
+    """One step: the target runs on the pending token and the drafts, accepts, commits the accepted rows, and the next block is drafted.
+
+    Returns (Emitted(tokens int32 [batch, depth + 1], -1 behind counts [batch]), state, cache). An idle sequence emits nothing and keeps
+    its state; no shape depends on what is accepted. Raises ValueError for a state of another batch, depth or regime, a draft that is no
+    token id, and for a live sequence that is full.
+    """
+    check_state(params, cache, state)
+    return verify.spec_step(params, cache, state, _backend(ops, cache.length.device))

@@ -13,6 +13,7 @@ from v41.sharding.mesh import Mesh
 from v41.sharding.rules import Rules
 from v41.spec.backend import Backend
 from v41.spec.ops import partial
+from v41.spec.ops.choose import first_of
 from v41.spec.ops.place import EMBED, MARKOV
 from v41.spec.table import Dim
 from v41.spec.types import I32, Act, Wide
@@ -145,9 +146,10 @@ class Placed:
         parts = [t.contiguous().view(torch.uint8) if t.numel() else t.to(torch.uint8) for t in told]
         offers = self.wire.gather(torch.cat(parts, -1), self.cut(axis), f"{axis} elect").split([p.shape[-1] for p in parts], -1)
         dense = [o.clone(memory_format=torch.contiguous_format) for o in offers]
-        scores, tokens, rows = (d.view(t.dtype) if t.numel() else t[None] for d, t in zip(dense, told, strict=True))
-        best = scores[..., 0].argmax(0)[None, ..., None]
-        return tokens.gather(0, best)[0, ..., 0], rows.gather(0, best.expand(1, *row.shape))[0]
+        scores, tokens, rows = ((d.view(t.dtype) if t.numel() else t[None]).flatten(1, -2) for d, t in zip(dense, told, strict=True))
+        best = first_of((scores == scores.amax(0))[..., 0].T)
+        each = torch.arange(best.shape[0], dtype=torch.int32, device=row.device)
+        return tokens[best, each, 0].view(token.shape), rows[best, each].view(row.shape) if row.numel() else row
 
 
 PARTIAL = {"moe_inter": ("experts", partial.experts), "shared_inter": ("shared_expert", partial.shared_expert)}

@@ -9,6 +9,8 @@ import click
 COMMANDS = {
     "bench": "Figures of one run on this machine.",
     "checkpoint": "Make checkpoints by the weight recipe.",
+    "graph": "A step of one rank as one captured graph, read at full size.",
+    "conformance": "Whether a backend computes the model, and where it leaves it first.",
     "generate": "Continue a prompt, with drafts, streaming.",
     "golden": "Make, check and compare golden outputs.",
     "inspect": "What a checkpoint folder holds, from its headers.",

@@ -8,6 +8,8 @@ from typing import Any
 import click
 import torch
 
+from v41.cli.bench_cpu import cpu
+from v41.cli.bench_kernels import kernels
 from v41.cli.generate import figures
 from v41.generate import Generation
 from v41.generate import generate as run
@@ -17,6 +19,10 @@ from v41.params_io import load_params
 @click.group()
 def bench() -> None:
     """Figures of one run on this machine."""
+
+
+bench.add_command(cpu)
+bench.add_command(kernels)
 
 
 @bench.command()

@@ -9,7 +9,8 @@ from v41.spec.config import Config
 
 @dataclass(frozen=True)
 class Bucket:
-    """`decode6`: verification of a token and 5 drafts, choice, new drafts; `prefill4096`: as many prompt rows, logits of the last one."""
+    """`decode6`: verification of a token and 5 drafts, choice, new drafts; `decode1`: a token, no drafts; `prefill4096`: as many prompt rows,
+    choice after the last one. `decode6x4`: the same for 4 sequences."""
 
     kind: str
     rows: int
@@ -17,7 +18,17 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        return f"{self.kind}{self.rows}"
+        return f"{self.kind}{self.rows}" + (f"x{self.batch}" if self.batch > 1 else "")
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a block of drafts is made."""
+        return self.kind == "decode" and self.rows > 1
+
+    @property
+    def fills(self) -> bool:
+        """Whether the rows go into the draft rings."""
+        return self.drafts or self.kind == "prefill"
 
     @property
     def tokens(self) -> int:
@@ -31,11 +42,11 @@ class Bucket:
 
 
 def bucket_named(name: str) -> Bucket:
-    """`decode6`, `prefill4096`: ValueError for any other form."""
-    found = re.fullmatch(r"(decode|prefill)([1-9]\d*)", name)
+    """`decode6`, `prefill4096`, `decode6x4`: ValueError for any other form."""
+    found = re.fullmatch(r"(decode|prefill)([1-9]\d*)(?:x([1-9]\d*))?", name)
     if not found:
-        raise ValueError(f"bucket {name!r}: decode or prefill and a number of rows, `decode6` or `prefill4096`")
-    return Bucket(found[1], int(found[2]))
+        raise ValueError(f"bucket {name!r}: decode or prefill and a number of rows, `decode6` or `prefill4096`, and x4 for 4 sequences")
+    return Bucket(found[1], int(found[2]), int(found[3] or 1))
 
 
 def check_fits(config: Config, bucket: Bucket, capacity: int) -> None:

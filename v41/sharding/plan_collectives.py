@@ -7,6 +7,7 @@ from typing import NamedTuple
 from v41.sharding.bucket import Bucket
 from v41.sharding.placement import Placement
 from v41.spec.config import Config
+from v41.spec.plan import QUERIES
 from v41.spec.table import Dim
 
 ACT, WIDE, PAIR = 2, 4, 8  # bytes: activation, fp32 sum, (value, id) of a candidate
@@ -62,6 +63,12 @@ def vocabulary(config: Config, p: Placement, axis: str) -> int:
     return p.rules.share(Dim(("vocab",), 1, (size,)), size, part, p.mesh) * p.mesh.ways(p.rules.of(axis))
 
 
+def cut_alike(config: Config, p: Placement, a: str, b: str) -> bool:
+    """Whether a rank holds the same columns of both vocabularies."""
+    ways = [tuple(m for m in p.rules.of(axis) if p.mesh.length(m) > 1) for axis in (a, b)]
+    return ways[0] == ways[1] and vocabulary(config, p, a) == vocabulary(config, p, b)
+
+
 def choice(p: Placement, phase: str, axis: str, rows: int, count: int, config: Config, row: int) -> Iterator[Collective]:
     """Choosing the best token of logits that are cut: whole logits, or the best candidate of each rank with `row` bytes about it."""
     axes = p.rules.of(axis)
@@ -71,7 +78,7 @@ def choice(p: Placement, phase: str, axis: str, rows: int, count: int, config: C
 
 
 def step_collectives(config: Config, p: Placement, bucket: Bucket, capacity: int) -> Iterator[Collective]:
-    """The target's step: lookups, layers, index scores (of the whole buffer, the row that nobody reads included), choice."""
+    """The target's step: lookups, layers, index scores (64 queries at a time, of the whole buffer, the row that nobody reads included), choice."""
     rows, tables = bucket.tokens, len(config.engram_layer_ids)
     table_row = rows * config.engram_columns * config.engram_head_dim * ACT
     yield from lookups(p, "step", [("embed.vocab", rows * config.hidden_size * ACT), *([("engram_rows", table_row)] * tables)])
@@ -81,7 +88,9 @@ def step_collectives(config: Config, p: Placement, bucket: Bucket, capacity: int
     yield from made(p, "step", parts, "gather", p.rules.of(parts), calls if tables else 0, size)
     yield from layer_sums(config, p, "step", config.num_hidden_layers, rows)
     for plan in (q for q in config.layer_plan if q.owns_index):
-        yield from made(p, "step", "index_heads", "reduce", p.rules.of("index_heads"), 1, rows * (capacity // plan.ratio + 1) * WIDE)
+        for part in (min(QUERIES, bucket.rows - i) for i in range(0, bucket.rows, QUERIES)):
+            size = part * bucket.batch * (capacity // plan.ratio + 1) * WIDE
+            yield from made(p, "step", "index_heads", "reduce", p.rules.of("index_heads"), 1, size)
     yield from choice(p, "step", "head.vocab", bucket.logits, 1, config, 0)
 
 
@@ -90,13 +99,14 @@ def draft_collectives(config: Config, p: Placement, bucket: Bucket) -> Iterator[
     block, stages = config.dspark_block_size * bucket.batch, config.num_nextn_predict_layers
     main = "main_proj.dim"
     yield from made(p, "draft", main, "gather", p.rules.of(main), 1, bucket.tokens * config.hidden_size * ACT)
-    if bucket.kind != "decode":
+    if not bucket.drafts:
         return
     told = config.dspark_markov_rank * ACT
     yield from lookups(p, "draft", [("embed.vocab", block * config.hidden_size * ACT), ("markov_head.vocab", bucket.batch * told)])
     yield from layer_sums(config, p, "draft", stages, block)
     head, markov = "head.vocab", "markov_head.vocab"
-    yield from made(p, "draft", head, "gather", p.rules.of(head), 1, block * vocabulary(config, p, head) * WIDE)
+    if not (p.rules.choice == "candidates" and cut_alike(config, p, head, markov)):
+        yield from made(p, "draft", head, "gather", p.rules.of(head), 1, block * vocabulary(config, p, head) * WIDE)
     if p.rules.choice == "logits":
         yield from made(p, "draft", markov, "reduce", p.rules.of(markov), config.dspark_block_size - 1, bucket.batch * told)
     yield from choice(p, "draft", markov, bucket.batch, config.dspark_block_size, config, told)
@@ -105,7 +115,7 @@ def draft_collectives(config: Config, p: Placement, bucket: Bucket) -> Iterator[
 def collectives(config: Config, p: Placement, bucket: Bucket, capacity: int) -> list[Collective]:
     """All of one step, draft and choice included, entries of one purpose and size together."""
     found = list(step_collectives(config, p, bucket, capacity))
-    if config.num_nextn_predict_layers:
+    if config.num_nextn_predict_layers and bucket.fills:
         found += draft_collectives(config, p, bucket)
     counts: dict[Collective, int] = {}
     for c in found:

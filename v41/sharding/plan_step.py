@@ -102,7 +102,7 @@ def drafts(s: Step, bucket: Bucket) -> Iterator[Work]:
     )
     ring = replace(s.matrix("draft", "ring rows", rows, c.hidden_size, c.head_dim), chain=((NORM + ROPE + ROUND, rows * c.head_dim),), dmas=2)
     yield replace(ring, calls=c.num_nextn_predict_layers)
-    if bucket.kind != "decode":
+    if not bucket.drafts:
         return
     yield embedding(s, "draft", block)
     for _ in range(c.num_nextn_predict_layers):
@@ -124,6 +124,6 @@ def step_work(s: Step, bucket: Bucket) -> list[Work]:
     for plan in c.layer_plan:
         found += layer(s, plan, bucket.tokens)
     found += head(s, "head", bucket.logits)
-    if c.num_nextn_predict_layers:
+    if c.num_nextn_predict_layers and bucket.fills:
         found += drafts(s, bucket)
     return found

@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routed experts that have rows, and only their rows."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from v41.backends.cpu.linears import operand
+from v41.backends.cpu.product import single, times
+from v41.backends.cpu.widen import plain, sizes
 from v41.spec.numerics import Numerics
-from v41.spec.ops.experts import expert, expert_hidden, expert_weight, experts_held
+from v41.spec.ops.experts import expert, expert_hidden, expert_weight, experts_held, one_of, swiglu
 from v41.spec.ops.linear import partial_quantized
+from v41.spec.ops.product import ROWS
 from v41.spec.table import Fp4Like
-from v41.spec.types import I32, Act, Wide
+from v41.spec.types import F32, I32, I64, Act, Wide
+
+AT_ONCE = 1 << 12  # rows that are held at once, so that memory does not grow with rows times experts of each
 
 
 def experts(
@@ -18,6 +27,8 @@ def experts(
 
     Equal to it bit for bit in bfloat16, where the rows of a product do not depend on each other (docs/numerics.md 4).
     """
+    if single(numerics):
+        return packed_experts(x, weights, ids, w1, w2, w3, limit, numerics, x.dtype if not numerics.device else numerics.wide)
     total = torch.zeros(x.shape, dtype=numerics.wide, device=x.device)
     for e in own_experts(ids, w1):
         row, column = (ids == e).nonzero(as_tuple=True)
@@ -30,6 +41,8 @@ def partial_experts(
     x: Act[Tensor, "n dim"], weights: Wide[Tensor, "n k"], ids: I32[Tensor, "n k"], w1: Fp4Like, w2: Fp4Like, w3: Fp4Like, *, limit: float, numerics: Numerics
 ) -> Wide[Tensor, "n dim"]:
     """The same for experts whose inner axis is cut (v41/spec/ops/partial.py): nothing is rounded."""
+    if single(numerics):
+        return packed_experts(x, weights, ids, w1, w2, w3, limit, numerics, numerics.wide)
     total = torch.zeros(x.shape, dtype=numerics.wide, device=x.device)
     for e in own_experts(ids, w1):
         row, column = (ids == e).nonzero(as_tuple=True)
@@ -41,3 +54,86 @@ def partial_experts(
 def own_experts(ids: I32[Tensor, "n k"], w: Fp4Like) -> list[int]:
     """The experts that some row chose and that this stack holds."""
     return [e for e in ids.unique().tolist() if 0 <= e < experts_held(w)]
+
+
+class Packed(NamedTuple):
+    """Rows sorted by their expert, each expert's filled up to a multiple of 4: an expert's part of a packed tensor is one slice."""
+
+    place: I64[Tensor, "n k"]  # where the row of each choice lies; `size` for another's expert
+    slices: list[tuple[int, int, int]]  # expert, first row, end
+    size: int
+
+
+def pack(ids: I32[Tensor, "n k"], first: int, end: int) -> Packed:
+    """The packing of the choices of experts first .. end - 1."""
+    held = end - first
+    expert = ids.flatten().long() - first
+    expert = torch.where((expert >= 0) & (expert < held), expert, held)
+    counts = torch.bincount(expert, minlength=held + 1)
+    full = (counts + ROWS - 1).div(ROWS, rounding_mode="floor") * ROWS
+    begins = full.cumsum(0) - full
+    order = expert.argsort(stable=True)
+    chosen = expert[order]
+    number = torch.arange(len(order), device=ids.device) - (counts.cumsum(0) - counts)[chosen]
+    size = int(begins[held])
+    place = torch.empty_like(order)
+    place[order] = torch.where(chosen < held, begins[chosen] + number, size)
+    starts = zip(begins.tolist(), counts.tolist(), full.tolist(), strict=True)
+    return Packed(place.view(ids.shape), [(first + e, a, a + f) for e, (a, c, f) in enumerate(starts) if c and e < held], size)
+
+
+def batches(ids: I32[Tensor, "n k"], held: int) -> list[tuple[int, int]]:
+    """Ranges of experts with about `AT_ONCE` chosen rows each."""
+    if ids.numel() <= AT_ONCE:
+        return [(0, held)]
+    counts = [int((ids == e).sum()) for e in range(held)]
+    found, first, rows = [], 0, 0
+    for e, count in enumerate(counts):
+        if rows and rows + count > AT_ONCE:
+            found.append((first, e))
+            first, rows = e, 0
+        rows += count
+    return [*found, (first, held)]
+
+
+def packed_experts(
+    x: Act[Tensor, "n dim"],
+    weights: F32[Tensor, "n k"],
+    ids: I32[Tensor, "n k"],
+    w1: Fp4Like,
+    w2: Fp4Like,
+    w3: Fp4Like,
+    limit: float,
+    numerics: Numerics,
+    rounded: torch.dtype,
+) -> F32[Tensor, "n dim"]:
+    """Each expert's products on its slice of the packed rows, everything between them on all rows at once. `rounded`: the dtype of an output."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    rows, ascending = operand(x, numerics), ids.argsort(-1)
+    for first, end in batches(ids, experts_held(w1)):
+        packed = pack(ids, first, end)
+        hidden = packed_hidden(rows, weights, packed, w1, w3, limit, numerics, x.dtype)
+        out = functional.pad(over(hidden, packed, w2).to(rounded), (0, 0, 0, 1)).float()
+        for at in packed.place.gather(1, ascending).unbind(1):
+            total += out[at]
+    return total
+
+
+def packed_hidden(
+    rows: F32[Tensor, "n dim"], weights: F32[Tensor, "n k"], packed: Packed, w1: Fp4Like, w3: Fp4Like, limit: float, numerics: Numerics, dtype: torch.dtype
+) -> F32[Tensor, "m inter"]:
+    """What w2 multiplies, of every packed row."""
+    place = packed.place.flatten()
+    source = torch.zeros(packed.size + 1, dtype=torch.int64, device=rows.device)
+    source[place] = torch.arange(len(place), device=rows.device)
+    source = source[:-1]
+    x, weight = rows[source.div(max(packed.place.shape[1], 1), rounding_mode="floor")], weights.flatten()[source]
+    gated, up = over(x, packed, w1, w3).to(dtype).chunk(2, 1)
+    return operand((weight[:, None] * swiglu(up, gated, limit, numerics)).to(dtype), numerics)
+
+
+def over(x: F32[Tensor, "m in"], packed: Packed, *weights: Fp4Like) -> F32[Tensor, "m out"]:
+    """Each expert's products on its rows, those with all weights side by side."""
+    if not packed.slices:
+        return x.new_zeros((0, sum(sizes(plain(one_of(w, 0)))[0] for w in weights)))
+    return torch.cat([times(x[a:b], *(one_of(w, e) for w in weights)) for e, a, b in packed.slices])

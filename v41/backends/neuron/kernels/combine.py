@@ -10,7 +10,8 @@ does it as a product whose stationary operand W holds the coefficients and zeros
     W_i[p, t, k, c] = mask[p, t, c] * C_i[p, k]
     out = W_1.T @ rows + W_2.T @ rows + W_3.T @ rows, rounded once
 
-Products of bfloat16 are exact and the sum is in fp32. float32 rows take one float32 W. Columns are shared between both cores.
+Products of bfloat16 are exact and the sum is in fp32. A row that is not real may hold NaN, which meets the zeros: it is made a number before.
+ float32 rows take one float32 W. Columns are shared between both cores.
 
 Limits: bfloat16 or float32 rows, at most 8 copies, dim even. Coefficients below 2^-110 lose bits of C3.
 """
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor
 
 from v41.backends.neuron.kernels.dense import dense
-from v41.backends.neuron.kernels.tiles import P
+from v41.backends.neuron.kernels.tiles import P, bounded
 from v41.backends.neuron.launch import Run
 from v41.backends.neuron.nki import nisa, nki, nl
 
 BANK = 512
 MOST = 8  # copies
+MOST_BITS, MOST_VALUE = 0x7F7F, 3.3895313892515355e38  # the largest bfloat16
 
 
 @nki.jit
@@ -41,7 +43,7 @@ def collapse(stream, pre, copies, chunks):
         rows = nl.ndarray((lanes * chunks, width(dim, chunks)), dtype=stream.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=rows, src=piece(stream, start * copies, lanes, chunks))
         parts = stationaries(coef, count, copies, chunks, 1, False, stream.dtype)
-        combined(out, start * chunks, parts, rows)
+        combined(out, start * chunks, parts, bounded(rows, MOST_BITS, MOST_VALUE))
     return out
 
 
@@ -64,7 +66,7 @@ def expand(x, stream, post, comb, copies, chunks):
         nisa.dma_copy(dst=rows[0 : lanes * chunks, :], src=piece(stream, start * copies, lanes, chunks))
         nisa.dma_copy(dst=rows[lanes * chunks : (lanes + count) * chunks, :], src=piece(x, start, count, chunks))
         parts = stationaries(coef, count, copies, chunks, copies, True, stream.dtype)
-        combined(out, start * copies * chunks, parts, rows)
+        combined(out, start * copies * chunks, parts, bounded(rows, MOST_BITS, MOST_VALUE))
     return out
 
 
@@ -85,7 +87,7 @@ def stationaries(coef, count, copies, chunks, outs, extra, dtype):
     q = coef.shape[0]
     lanes = q * chunks
     sel = nl.ndarray((q, lanes), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=sel, value=1.0)
+    nisa.memset(dst=sel, value=1.0, engine=nisa.engine.gpsimd)
     nisa.affine_select(dst=sel, pattern=[[1, lanes]], channel_multiplier=-chunks, on_true_tile=sel, on_false_value=0.0, cmp_op=nl.greater_equal, offset=0)
     nisa.affine_select(dst=sel, pattern=[[1, lanes]], channel_multiplier=-chunks, on_true_tile=sel, on_false_value=0.0, cmp_op=nl.less_equal, offset=1 - chunks)
     spread = nl.ndarray((lanes, outs), dtype=nl.float32, buffer=nl.psum)
@@ -109,7 +111,7 @@ def stationaries(coef, count, copies, chunks, outs, extra, dtype):
 def mask_of(lanes, count, copies, chunks, extra, dtype):
     """mask[p, t, c]: 1 where lane p holds chunk c of a row of token t."""
     mask = nl.ndarray((lanes, count, chunks), dtype=dtype, buffer=nl.sbuf)
-    nisa.memset(dst=mask, value=0.0)
+    nisa.memset(dst=mask, value=0.0, engine=nisa.engine.gpsimd)
     steps = [[-copies * chunks, count], [-1, chunks]]
     for j in range(copies):
         nisa.affine_select(dst=mask, pattern=steps, channel_multiplier=1, on_true_tile=mask, on_false_value=1.0, cmp_op=nl.not_equal, offset=-j * chunks)

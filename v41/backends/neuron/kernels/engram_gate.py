@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from v41.backends.neuron.kernels.dense import dense
-from v41.backends.neuron.kernels.tiles import P
+from v41.backends.neuron.kernels.tiles import P, finite
 from v41.backends.neuron.launch import Run
 from v41.backends.neuron.nki import nisa, nki, nl
 from v41.spec.numerics import Numerics
 
 FLOOR = 1e-6
+LARGEST = 2.0**120  # of a lane's sum: 128 of them are finite
 SMALLEST_EPS = 2.0**-87
 SIGN = 1 << 31
 
@@ -79,7 +80,8 @@ def sums(h, key, w, same, lanes, size):
     nisa.tensor_tensor(dst=product, data1=product, data2=key, op=nl.multiply)
     nisa.activation(dst=scratch, op=nl.copy, data=product, reduce_op=nl.add, reduce_res=part[:, 2:3], reduce_cmd=command)
     total = nl.ndarray((lanes, 3), dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(dst=total, stationary=same, moving=part, accumulate=False)
+    # The zeros of `same` meet the sums of rows that are not real and may hold NaN.
+    nisa.nc_matmul(dst=total, stationary=same, moving=finite(part, lanes, 3, nl.float32, LARGEST), accumulate=False)
     return total
 
 

@@ -8,7 +8,7 @@
 The engines read codes 0x78 .. 0x7E as infinity and NaN; they are 256, 288 .. 448, which the second term adds to 240, exactly. The scale byte is
 the exponent field of a float32. Everything is exact, in bfloat16 too. Ids are only moved, so tables may have up to 2^31 rows.
 
-Limits: scale bytes 1 .. 254 (byte 0, 2^-127, reads as 0); NaN codes 0x7F and 0xFF read as 480; the width a multiple of 32.
+Limits: scale bytes 0 .. 254; NaN codes 0x7F and 0xFF read as 480; the width a multiple of 32.
 """
 
 import torch
@@ -41,8 +41,11 @@ def rows_kernel(codes, scales, ids, wide):
         bits = nl.ndarray((lanes, blocks), dtype=nl.int32, buffer=nl.sbuf)
         nisa.tensor_copy(dst=bits, src=gathered(scales, at, lanes, blocks))
         nisa.tensor_scalar(dst=bits, data=bits, op0=nl.left_shift, operand0=23)
+        power = bits.view(nl.float32)
+        # Byte 0 is 2^-127, which has no exponent field.
+        nisa.tensor_scalar(dst=power, data=power, op0=nl.maximum, operand0=2.0**-127)
         values = nl.ndarray((lanes, blocks, BLOCK), dtype=dtype, buffer=nl.sbuf)
-        scale = spread(bits.view(nl.float32), lanes, blocks, BLOCK)
+        scale = spread(power, lanes, blocks, BLOCK)
         nisa.tensor_tensor(dst=values, data1=decoded(code, lanes, columns).reshape((lanes, blocks, BLOCK)), data2=scale, op=nl.multiply)
         nisa.dma_copy(dst=out[row : row + lanes, :], src=values.reshape((lanes, columns)))
     return out

@@ -11,7 +11,9 @@
     all blocks at once, a token per lane:
         pre = sigmoid + eps, post = 2 sigmoid, comb = softmax rows + eps, columns, (iters - 1) x (rows, columns)      sinkhorn.py
 
-Limits: copies * dim is padded to a multiple of 128; at most 128 mixes; rows in bfloat16 or float32. To be done once at load: fn as `Tiled` in one block.
+Rows that are not real may hold NaN: products with zeros reach all rows of a block, so elements are bounded to +-2^56 and NaN is made a number.
+
+Limits: elements of at most 2^56; copies * dim is padded to a multiple of 128; at most 128 mixes; rows in bfloat16 or float32. To be done once at load: fn as `Tiled` in one block.
 """
 
 from torch import Tensor, cat, stack
@@ -20,12 +22,13 @@ from torch.nn.functional import pad
 from v41.backends.neuron.kernels.dense import dense
 from v41.backends.neuron.kernels.folded import batch_of, folded, in_tiles, load, turn, turned
 from v41.backends.neuron.kernels.sinkhorn import few, many
-from v41.backends.neuron.kernels.tiles import P, replicated
+from v41.backends.neuron.kernels.tiles import P, bounded, replicated
 from v41.backends.neuron.launch import Run
 from v41.backends.neuron.nki import nisa, nki, nl
 from v41.spec.numerics import Numerics
 from v41.spec.table import Tiled
 
+MOST_BITS, MOST = 0x5B80, 2.0**56  # of the stream: 2^15 squares of it have a finite sum
 FEW = 32  # tokens up to which tiles are packed
 COLUMNS = 512  # float32 of a PSUM bank
 SQUARES = 2048  # elements of a lane that are squared by one instruction
@@ -47,7 +50,7 @@ def mixes_kernel(stream, fn, affine, rows, copies, true_size, iters, eps, norm_e
     weights = nl.ndarray((P, 1, fn.shape[2], count), dtype=nl.float32, buffer=nl.sbuf)
     both = replicated(affine, rows, 2 * count)
     for block in range(blocks):
-        x = folded(stream, first + block * rows, rows)
+        x = bounded(folded(stream, first + block * rows, rows), MOST_BITS, MOST)
         if block == 0:
             load(weights, fn, 4)
         projected(mixes[:, block, :], weights[:, 0], x, both, rows, true_size, norm_eps)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from v41.backends.neuron.kernels.bands import band
 from v41.backends.neuron.kernels.dense import dense
-from v41.backends.neuron.kernels.tiles import P, loaded
+from v41.backends.neuron.kernels.tiles import P, finite, loaded
 from v41.backends.neuron.launch import Run
 from v41.backends.neuron.nki import nisa, nki, nl
 from v41.spec.numerics import Numerics
@@ -93,7 +93,7 @@ def operands(iq, weights, b, queries, heads, stride, blocks):
         rows = loaded(iq[b * pairs + first : b * pairs + first + count, :], (count, d), iq.dtype)
         ps = nl.ndarray((d, count), dtype=iq.dtype, buffer=nl.psum)
         nisa.nc_transpose(dst=ps, data=rows)
-        nisa.tensor_copy(dst=turned[:, first : first + count], src=finite(ps, d, count, iq.dtype))
+        nisa.tensor_copy(dst=turned[:, first : first + count], src=finite(ps, d, count, iq.dtype, LARGEST))
         column = nl.ndarray((blocks * stride, 1), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=column, value=0.0)
         for k in range(blocks):
@@ -102,21 +102,9 @@ def operands(iq, weights, b, queries, heads, stride, blocks):
         # one[p, (k, query)] where p - k * stride + first is a pair of the query
         pattern = [[-stride, blocks], [-heads, queries]]
         one = band(blocks * stride, blocks * queries, pattern, -first, heads - 1 - first, 1.0, iq.dtype)
-        nisa.tensor_scalar(dst=one, data=one, op0=nl.multiply, operand0=finite(column, blocks * stride, 1, nl.float32))
+        nisa.tensor_scalar(dst=one, data=one, op0=nl.multiply, operand0=finite(column, blocks * stride, 1, nl.float32, LARGEST))
         spread.append(one)
     return turned, spread
-
-
-def finite(t, lanes, n, dtype):
-    """A copy (lanes, n) of t, clamped to +-2^60, 0 for NaN."""
-    number = nl.ndarray((lanes, n), dtype=nl.uint8, buffer=nl.sbuf)
-    clamped = nl.ndarray((lanes, n), dtype=dtype, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=clamped, data=t, op0=nl.minimum, operand0=LARGEST, op1=nl.maximum, operand1=-LARGEST)
-    nisa.tensor_tensor(dst=number, data1=clamped, data2=clamped, op=nl.equal)
-    result = nl.ndarray((lanes, n), dtype=dtype, buffer=nl.sbuf)
-    nisa.memset(dst=result, value=0.0, engine=nisa.engine.gpsimd)
-    nisa.tensor_copy_predicated(dst=result, src=clamped, predicate=number)
-    return result
 
 
 def part(out, held, turned, spread, b, queries, stride, apart, base):

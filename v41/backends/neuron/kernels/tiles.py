@@ -38,6 +38,33 @@ def transposed(t):
     return converted(ps, t.dtype)
 
 
+def finite(t, lanes, n, dtype, most):
+    """A copy (lanes, n) of t, clamped to +-most, 0 for NaN: what may meet zeros in a product."""
+    number = nl.ndarray((lanes, n), dtype=nl.uint8, buffer=nl.sbuf)
+    clamped = nl.ndarray((lanes, n), dtype=dtype, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=clamped, data=t, op0=nl.minimum, operand0=most, op1=nl.maximum, operand1=-most)
+    nisa.tensor_tensor(dst=number, data1=clamped, data2=clamped, op=nl.equal)
+    result = nl.ndarray((lanes, n), dtype=dtype, buffer=nl.sbuf)
+    nisa.memset(dst=result, value=0.0, engine=nisa.engine.gpsimd)
+    nisa.tensor_copy_predicated(dst=result, src=clamped, predicate=number)
+    return result
+
+
+def bounded(t, bits, most):
+    """A copy of a tile (lanes, n) with magnitudes of at most `most`, whose bfloat16 pattern is `bits`; NaN becomes a number.
+
+    As integers the patterns of infinity and NaN lie above those of numbers: the positive ones as int16, the negative ones as uint16.
+    """
+    lanes, n = t.shape
+    if t.dtype == nl.float32:
+        return finite(t, lanes, n, nl.float32, most)
+    result = nl.ndarray((lanes, n), dtype=t.dtype, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=result.view(nl.int16), data=t.view(nl.int16), op0=nl.minimum, operand0=float(bits))
+    above = result.view(nl.uint16)
+    nisa.tensor_scalar(dst=above, data=above, op0=nl.minimum, operand0=float(bits + 0x8000))
+    return result
+
+
 def magnitude(x, rows, n):
     """|x| of a bfloat16 tile (rows, n): the sign bit is shifted out."""
     bits = nl.ndarray((rows, n), dtype=nl.uint16, buffer=nl.sbuf)
