@@ -6,7 +6,7 @@ import sys
 import torch
 
 from mutants import CHECKS, MUTANTS, Mutant, run
-from mutants.kit import nothing
+from v41.conformance.mutants.kit import nothing
 
 
 def main() -> int:

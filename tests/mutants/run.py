@@ -11,8 +11,8 @@ from torch import Tensor
 
 import v41
 from mutants import vectors
-from mutants.kit import Mutant, Outcome
 from v41.backends.cpu import backend as cpu
+from v41.conformance.mutants.kit import Mutant, Outcome
 from v41.spec.backend import Backend
 from v41.spec.cache import Cache
 from v41.spec.params import Params

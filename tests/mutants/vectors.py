@@ -70,14 +70,14 @@ def act_quant(params: Params, ops: Backend) -> Compared:
     """Maxima exactly at and one step above a scale, the floor, ties."""
     t = stored("act_quant")
     for row in range(14):
-        yield f"qdq[{row}]", ops.act_round(t["x"], Numerics())[row], t["qdq"][row], 0.0
+        yield f"qdq[{row}]", ops.act_round(t["x"], params.numerics)[row], t["qdq"][row], 0.0
 
 
 def fp4_act_quant(params: Params, ops: Backend) -> Compared:
     """Both small formats."""
     t = stored("fp4_act_quant")
     for row in range(14):
-        yield f"e8m0_block32.qdq[{row}]", ops.index_round(t["x"], Numerics())[row], t["e8m0_block32.qdq"][row], 0.0
+        yield f"e8m0_block32.qdq[{row}]", ops.index_round(t["x"], params.numerics)[row], t["e8m0_block32.qdq"][row], 0.0
         yield f"e4m3_block16.qdq[{row}]", ops.kv_round(t["x"], Numerics())[row], t["e4m3_block16.qdq"][row], 0.0
 
 

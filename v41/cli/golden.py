@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from v41.checkpoint import open_folder
+from v41.cli.pack import pack
 from v41.cli.streaming import stream_make
 from v41.golden import compare, folder
 from v41.golden import make as making
@@ -169,6 +170,9 @@ def recipe_of(checkpoint: Path) -> dict[str, Any] | None:
     if recipe is not None:
         folder.check_fields(file, recipe, {"seed": (int,)})
     return recipe
+
+
+golden.add_command(pack)
 
 
 @golden.command()

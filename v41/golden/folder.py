@@ -123,7 +123,7 @@ def open_golden(path: str | Path) -> Golden:
         raise ValueError(f"{file}: lists no tensors")
     check_listed(file, manifest["tensors"])
     for part, listed in manifest["tensors"].items():
-        _check_part(path / f"{part}.safetensors", listed)
+        check_part(path / f"{part}.safetensors", listed)
     return Golden(path, manifest)
 
 
@@ -144,7 +144,8 @@ def check_listed(file: Path, parts: dict[str, Any]) -> None:
             check_fields(file, entry, {"dtype": (str,), "shape": (list,), "sha256": (str,)})
 
 
-def _check_part(file: Path, listed: dict[str, Any]) -> None:
+def check_part(file: Path, listed: dict[str, Any]) -> None:
+    """ValueError where a safetensors file has not exactly the listed tensors."""
     if not file.is_file():
         raise ValueError(f"{file}: missing, the manifest lists {len(listed)} tensors in it")
     held = read_header(file)

@@ -140,9 +140,9 @@ def make(
     tokens, lengths = prompt_tensor(prompts)
     check_steps(steps)
     folder.check_out(out)
+    weights = {"sha256": weights_digest(params), "recipe": recipe, "streamed": False, "read": {"whole": tensor_digests(params), "rows": {}}}
     parts = compute(params, tokens, lengths, steps, taps, progress=progress)
     folder.prepare(out)
-    weights = {"sha256": weights_digest(params), "recipe": recipe, "streamed": False, "read": {"whole": tensor_digests(params), "rows": {}}}
     return write(params, tokens, lengths, {"steps": steps, "taps": taps}, parts, weights, out)
 
 

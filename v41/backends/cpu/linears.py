@@ -11,6 +11,7 @@ from v41.spec.numerics import Numerics
 from v41.spec.ops import linear as spec
 from v41.spec.ops.experts import shared_expert as spec_shared_expert
 from v41.spec.ops.experts import swiglu
+from v41.spec.ops.partial import shared_expert as spec_partial_shared_expert
 from v41.spec.table import Fp4Like, Fp8Like, PlainLike
 from v41.spec.types import F32, Act, Wide
 
@@ -70,6 +71,8 @@ def shared_expert(x: Act[Tensor, "n dim"], w1: Fp8Like, w2: Fp8Like, w3: Fp8Like
 
 
 def partial_shared_expert(x: Act[Tensor, "n dim"], w1: Fp8Like, w2: Fp8Like, w3: Fp8Like, *, limit: float, numerics: Numerics) -> Wide[Tensor, "n dim"]:
+    if not single(numerics):
+        return spec_partial_shared_expert(x, w1, w2, w3, limit=limit, numerics=numerics)
     gate, up = times(operand(x, numerics), w1, w3).to(x.dtype).chunk(2, 1)
     hidden = swiglu(up, gate, limit, numerics)
     return times(operand(hidden.to(x.dtype), numerics), w2)

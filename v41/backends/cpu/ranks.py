@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from v41.backends.cpu import backend as cpu
+from v41.backends.cpu.linears import partial_shared_expert
 from v41.backends.cpu.moe import partial_experts
 from v41.backends.sharded import Wire, sharded
 from v41.sharding.mesh import Mesh
@@ -24,7 +25,7 @@ from v41.sharding.rules import Rules
 from v41.spec.backend import Backend
 
 PATIENCE = 600.0  # seconds that a rank may compute between two collectives
-CPU_BODIES: dict[str, Callable] = {"experts": partial_experts}
+CPU_BODIES: dict[str, Callable] = {"experts": partial_experts, "shared_expert": partial_shared_expert}
 
 
 class RankError(RuntimeError):

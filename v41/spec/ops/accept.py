@@ -12,6 +12,7 @@ from torch import Tensor
 from v41.spec.ops.choose import draw, greedy
 from v41.spec.types import F32, I32, Flag, Wide
 
+TINY = 2.0**-126
 RULES = ("greedy", "token", "block")
 
 Verdict = tuple[I32[Tensor, "b"], I32[Tensor, "b"]]
@@ -94,7 +95,8 @@ def accept_block(
     The next token comes from max(P_i p_{i+1} - q_{i+1}, 0), or from p after all of them. Never shorter in expectation than token by token.
     """
     weights = [torch.ones_like(p[:, 0, 0])]
-    ratio = chances(p[:, :-1], drafts) / chances(q, drafts)
+    # A draft that neither could have drawn has the ratio 0, not 0 / 0.
+    ratio = chances(p[:, :-1], drafts) / chances(q, drafts).clamp_min(TINY)
     accepted = torch.zeros_like(offered)
     for i in range(1, drafts.shape[1] + 1):
         weights.append((weights[-1] * ratio[:, i - 1]).clamp_max(1))

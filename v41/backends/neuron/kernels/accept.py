@@ -9,7 +9,7 @@
 One core: what counts is the chain. Decisions are exact but where two sides of a comparison agree within their rounding (p / q is p * (1 / q),
 sums are in another order); docs/kernels.md says how far.
 
-Limits: float32 rows, b * rows * vocabulary below 2^31, b * (n + 1) * 128 below 2^24, n <= 127 drafts, q above 0 at every draft that is offered.
+Limits: float32 rows, b * rows * vocabulary below 2^31, b * (n + 1) * 128 below 2^24, n <= 127 drafts.
 """
 
 import torch

@@ -10,7 +10,7 @@ does it as a product whose stationary operand W holds the coefficients and zeros
     W_i[p, t, k, c] = mask[p, t, c] * C_i[p, k]
     out = W_1.T @ rows + W_2.T @ rows + W_3.T @ rows, rounded once
 
-Products of bfloat16 are exact and the sum is in fp32. A row that is not real may hold NaN, which meets the zeros: it is made a number before.
+Products of bfloat16 are exact and the sum is in fp32. A row that is not real may hold NaN, which meets the zeros: it is made a number before. Coefficients are numbers: those of `hc_mixes` always are.
  float32 rows take one float32 W. Columns are shared between both cores.
 
 Limits: bfloat16 or float32 rows, at most 8 copies, dim even. Coefficients below 2^-110 lose bits of C3.
@@ -123,7 +123,7 @@ def mask_of(lanes, count, copies, chunks, extra, dtype):
 
 
 def combined(out, row, parts, rows):
-    """Stores sum of parts.T @ rows to this core's columns, a PSUM bank at a time; VectorE and ScalarE take turns at the rounding."""
+    """Stores sum of parts.T @ rows to this core's columns, a PSUM bank at a time; ScalarE rounds three of four, as VectorE has more to do."""
     lanes, columns = parts[0].shape[1], rows.shape[1]
     first = nl.program_id(0) * columns
     # Few columns are stored in halves, to be early; many four banks at a time, to be fast.
@@ -138,7 +138,7 @@ def combined(out, row, parts, rows):
             ps = nl.ndarray((lanes, stop - c), dtype=nl.float32, buffer=nl.psum)
             for i in range(len(parts)):
                 nisa.nc_matmul(dst=ps, stationary=parts[i], moving=rows[:, c:stop], accumulate=i > 0)
-            engine = nisa.engine.scalar if c // size % 2 else nisa.engine.vector
+            engine = nisa.engine.scalar if c // size % 4 else nisa.engine.vector
             nisa.tensor_copy(dst=result[:, c - start : stop - start], src=ps, engine=engine)
         nisa.dma_copy(dst=out[row : row + lanes, first + start : first + end], src=result)
 

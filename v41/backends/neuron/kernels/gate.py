@@ -12,6 +12,8 @@ sqrt(softplus(x)) is min(sqrt(softplus(x) + 2^-116), exp(x / 2)): ScalarE's sqrt
 
 Limits: dim is padded to a multiple of 128; at most 512 experts, 64 chosen; tokens in bfloat16 or float32. Ids are those of the definition
 wherever scores + bias are equal or further apart than the noise of the logits: that noise is about sqrt(dim) * 2^-24 of the largest partial sum.
+Below logits of -87 the definition's exp is a float32 subnormal, which has fewer bits, and from -104 on it is 0; the kernel's score is
+exp(x / 2) down to -174: weights that are quotients of such scores differ, and ids where a bias of exactly 0 lets them decide.
 To be done once at load: the weight as `Tiled`.
 """
 

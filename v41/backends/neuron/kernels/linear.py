@@ -3,7 +3,8 @@
 
 A quantized weight is a `Tiled` or `Folded` one (prepared at load: v41/backends/neuron/prepare.py), checkpoint codes, or a bfloat16 tensor. Regimes:
 `trn2`, and `exact` in float32; without a round trip also `faithful`, which is the same there. Numbers of rows, columns and inner columns are free;
-per call x is padded to whole tiles, and for checkpoint codes the scales are laid out by lane, which belongs to load time.
+per call x is padded to whole tiles, and for checkpoint codes the scales are laid out by lane, which belongs to load time. Limits: codes
+with scale bytes 1 to 254 (byte 0, 2^-127, reads as 0 there), values that are finite in fp32.
 """
 
 import torch

@@ -36,7 +36,7 @@ def swap(**bodies: Callable[[Params], Callable] | Callable) -> Change:
 
     @contextmanager
     def change(params: Params, ops: Backend) -> Iterator[tuple[Params, Backend]]:
-        yield params, replace(ops, **bodies)
+        yield params, replace(ops, **bodies)  # type: ignore[arg-type]
 
     return change
 
