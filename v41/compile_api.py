@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from v41 import api, checks, spec_api
-from v41.sharding.bucket import Bucket, bucket_named, check_fits
+from v41.sharding.bucket import Bucket, bucket_named, check_drafts, check_fits
 from v41.sharding.check import check
 from v41.sharding.mesh import MESHES, Mesh
 from v41.sharding.rules import Rules
@@ -71,7 +71,5 @@ def compile(
     check_fits(params.config, bucket, capacity)
     mesh.coordinate(rank)
     spec_api.refuse_regime(params)
-    most = params.config.dspark_block_size if params.draft is not None else 0
-    if bucket.kind == "decode" and bucket.rows - 1 > most:
-        raise ValueError(f"bucket {bucket.name}: {bucket.rows - 1} drafts a step, the model makes {most}")
+    check_drafts(params.config, bucket, params.draft is not None)
     return CompiledStep(params, compiled(params, rules, mesh, bucket, capacity, backend, rank, rule, slack))

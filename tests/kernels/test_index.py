@@ -80,8 +80,8 @@ def test_queries_and_keys_that_are_not_real_leave_the_others_alone(heads):
 @pytest.mark.parametrize(
     ("old", "new", "heads"),
     [
-        ("src=finite(ps, d, count, iq.dtype)", "src=ps", 32),
-        ("operand0=finite(column, blocks * stride, 1, nl.float32)", "operand0=column", 4),
+        ("src=finite(ps, d, count, iq.dtype, LARGEST)", "src=ps", 32),
+        ("operand0=finite(column, blocks * stride, 1, nl.float32, LARGEST)", "operand0=column", 4),
         ("if blocks > 1:", "if blocks > 4:", 4),
     ],
     ids=("queries", "weights", "keys"),
@@ -97,7 +97,7 @@ def test_index_scores_that_mix_queries_are_caught(old, new, heads, tmp_path):
         ("op=nl.relu, data=dots", "op=nl.copy, data=dots"),
         ("op0=nl.maximum, operand0=0.0)", "op0=nl.maximum, operand0=-9.0)"),
         ("accumulate=n > 0", "accumulate=False"),
-        ("one, op0=nl.multiply, operand0=finite(column, blocks * stride, 1, nl.float32)", "one, op0=nl.multiply, operand0=1.0"),
+        ("one, op0=nl.multiply, operand0=finite(column, blocks * stride, 1, nl.float32, LARGEST)", "one, op0=nl.multiply, operand0=1.0"),
         (".permute((0, 2, 1))", ""),
         ("operand0=float(t), op1", "operand0=float(t - 1), op1"),
         ("first + at * P)", "first)"),

@@ -140,3 +140,11 @@ def test_a_wrong_preparation_is_caught(old, new, what, tmp_path):
         except (AttributeError, RuntimeError):
             differs = True
     assert differs
+
+
+def test_a_prepared_weight_is_read_back_as_it_lay():
+    """Not as a slice of its tiles: the BLAS adds in another order over rows that lie apart."""
+    weight = torch.randn(6, 70, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for dtype in (torch.bfloat16, torch.float32):
+        found = quant.dequantize(tiled(weight), dtype)
+        assert found.is_contiguous() and torch.equal(found, weight.to(dtype))

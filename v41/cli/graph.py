@@ -30,7 +30,7 @@ GIB = 2**30
 @click.option("--regime", type=click.Choice(REGIMES), default="trn2", show_default=True, help="How it is computed (docs/numerics.md).")
 @click.option("--weights", type=click.Choice(["prepared", "checkpoint"]), default="prepared", show_default=True, help="As kernels read them, or as stored.")
 @click.option("--hash-rank", "hashed", multiple=True, type=int, help="Ranks whose graphs are captured and compared; the first and one in the middle.")
-@click.option("--profile-mib", type=int, help="Run kernels that read up to so many MiB in the simulator; 200 for decode, 0 for prefill, which takes long.")
+@click.option("--profile-mib", type=click.IntRange(min=0), help="Run kernels that read up to so many MiB in the simulator; 200 for decode, 0 for prefill, which takes long.")
 @click.option("--diff", nargs=2, type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare two reports (JSON files) instead.")
 @click.option("--json", "machine", is_flag=True, help="Print JSON on stdout.")
 def graph(
@@ -110,7 +110,7 @@ def figures_table(r: dict[str, Any]) -> Table:
         ("kernels one after the other, modeled", f"{counted['modeled_us']['total'] / 1e3:.1f} ms, with one expert hit a layer and without collectives"),
         ("intermediates alive at once, nothing fused", f"{r['alive_bytes'] / 2**20:.1f} MiB"),
         ("arguments", ", ".join(f"{n} {b / GIB:.3f} GiB" for n, b in r["argument_bytes"].items() if b > 2**20)),
-        ("bytes a rank, planned", f"{r['bytes_per_rank']['total'] / GIB:.2f} GiB"),
+        ("bytes a rank, planned", ", ".join(f"{n} {b / GIB:.3f} GiB" for n, b in r["bytes_per_rank"].items())),
         ("FLOPs and HBM bytes a step, planned", f"{r['flops'] / 1e9:.1f} G, {r['hbm_bytes'] / 1e9:.2f} GB"),
         ("step, planned", f"floor {r['step_seconds']['floor']['total'] * 1e3:.1f} ms, estimate {r['step_seconds']['estimate']['total'] * 1e3:.1f} ms"),
         ("capture", f"{r['capture']['seconds']} s, peak {r['capture']['peak_gib']} GiB"),
@@ -131,13 +131,20 @@ def findings_table(r: dict[str, Any]) -> Table:
     return table
 
 
+def read_report(path: Path) -> dict[str, Any]:
+    """A report of this command from its file; ValueError for any other."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as e:
+        raise ValueError(f"diff: {path} is not a JSON report: {e}") from e
+    if not isinstance(found, dict) or "graph_hash" not in found:
+        raise ValueError(f"diff: {path} is no report of `v41 graph --json`: it has no graph_hash")
+    return found
+
+
 def compare(left: Path, right: Path, machine: bool) -> None:
     """Two reports; exit 1 where they differ in anything but the time of their capture."""
-    try:
-        a, b = (json.loads(p.read_text()) for p in (left, right))
-    except json.JSONDecodeError as e:
-        raise ValueError(f"diff: not a JSON report: {e}") from e
-    found = differences(a, b)
+    found = differences(read_report(left), read_report(right))
     if machine:
         click.echo(json.dumps([{"path": p, "left": x, "right": y} for p, x, y in found]))
     else:

@@ -53,3 +53,10 @@ def check_fits(config: Config, bucket: Bucket, capacity: int) -> None:
     """ValueError where a bucket or a capacity is not possible with this model."""
     if not bucket.rows <= capacity <= config.max_position_embeddings:
         raise ValueError(f"capacity {capacity}: between the {bucket.rows} rows of {bucket.name} and {config.max_position_embeddings}")
+
+
+def check_drafts(config: Config, bucket: Bucket, draft: bool = True) -> None:
+    """ValueError where a decode bucket has rows for more drafts than the model makes; draft: whether its parameters hold the draft stages."""
+    most = config.dspark_block_size if draft and config.num_nextn_predict_layers else 0
+    if bucket.kind == "decode" and bucket.rows - 1 > most:
+        raise ValueError(f"bucket {bucket.name}: {bucket.rows - 1} drafts a step, the model makes {most}")

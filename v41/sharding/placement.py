@@ -60,7 +60,9 @@ RESIDENT = {
 def placed(name: str, ranks: int) -> Placement:
     """A shipped table with the formats that belong to it, on a mesh of so many ranks in attention groups of up to 8."""
     group = 1 if name == "single" else min(ranks, 8)
-    if ranks < 1 or ranks % group:
+    if ranks < 1:
+        raise ValueError(f"ranks {ranks}: at least 1")
+    if ranks % group:
         raise ValueError(f"ranks {ranks}: not a multiple of the attention group of {group}")
     return Placement(rules_named(name), grid(ranks // group, group), RESIDENT.get(name, CHECKPOINT))
 

@@ -17,7 +17,7 @@ from v41.backends.neuron.ops import WRITE, kernel_of
 from v41.backends.neuron.options import source_digest
 from v41.backends.neuron.packed import packed
 from v41.backends.neuron.resident import resident
-from v41.sharding.bucket import Bucket
+from v41.sharding.bucket import Bucket, check_drafts
 from v41.sharding.check import check
 from v41.sharding.placement import Placement
 from v41.sharding.planner import Plan, plan
@@ -85,6 +85,9 @@ def graphed(
     """
     found = plan(config, placement, bucket, capacity)
     check(config, placement.rules, placement.mesh)
+    check_drafts(config, bucket)
+    if numerics.needs_start:
+        raise ValueError(f"regime {numerics.regime!r} with index_keys {numerics.index_keys!r}: the shapes of a step follow its position, there is no one graph")
     begun, captured, hashes = time.monotonic(), None, {}
     for rank in ranks:
         params = local_params(config, numerics, placement.rules, placement.mesh, rank)
@@ -145,7 +148,9 @@ def as_dict(g: Graphed) -> dict[str, Any]:
 def failed(error: CaptureError) -> dict[str, Any]:
     """The report of a step that is no graph."""
     finding = Finding("refused", "host read", "", str(error))
-    return {"graphs": 0, "graph_hash": "", "host_reads": 1, "refused_ops": [finding._asdict()], "wrong": [str(error)], "measured_on_a_device": False}
+    unknown = dict.fromkeys(("int64_tensors", "collectives", "bytes_per_rank", "step_seconds"))  # there is no graph to read them from
+    told = {"graphs": 0, "graph_hash": "", "host_reads": 1, "refused_ops": [finding._asdict()]}
+    return {**told, **unknown, "wrong": [str(error)], "measured_on_a_device": False}
 
 
 SAME = ("capture", "kernel_sources")  # may differ between two reports of one graph

@@ -117,7 +117,7 @@ def dequantize(
     if isinstance(w, Tensor):
         return w.to(dtype)
     if isinstance(w, Tiled):
-        return w.weight.permute(0, 3, 2, 1).flatten(2).flatten(0, 1)[:, : w.inner].to(dtype)
+        return w.weight.permute(0, 3, 2, 1).flatten(2).flatten(0, 1)[:, : w.inner].contiguous().to(dtype)
     if isinstance(w, Folded):
         return w.weight.to(dtype) * w.scale.to(dtype).repeat_interleave(w.rows, -1)[..., : w.weight.shape[-2], None]
     if isinstance(w, Fp4):

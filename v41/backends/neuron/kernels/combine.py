@@ -10,8 +10,8 @@ does it as a product whose stationary operand W holds the coefficients and zeros
     W_i[p, t, k, c] = mask[p, t, c] * C_i[p, k]
     out = W_1.T @ rows + W_2.T @ rows + W_3.T @ rows, rounded once
 
-Products of bfloat16 are exact and the sum is in fp32. A row that is not real may hold NaN, which meets the zeros: it is made a number before. Coefficients are numbers: those of `hc_mixes` always are.
- float32 rows take one float32 W. Columns are shared between both cores.
+Products of bfloat16 are exact and the sum is in fp32. A row that is not real may hold NaN, which meets the zeros: it is made a number before.
+Coefficients are numbers: those of `hc_mixes` always are. float32 rows take one float32 W. Columns are shared between both cores.
 
 Limits: bfloat16 or float32 rows, at most 8 copies, dim even. Coefficients below 2^-110 lose bits of C3.
 """

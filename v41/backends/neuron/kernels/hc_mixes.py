@@ -13,7 +13,8 @@
 
 Rows that are not real may hold NaN: products with zeros reach all rows of a block, so elements are bounded to +-2^56 and NaN is made a number.
 
-Limits: elements of at most 2^56; copies * dim is padded to a multiple of 128; at most 128 mixes; rows in bfloat16 or float32. To be done once at load: fn as `Tiled` in one block.
+Limits: elements of at most 2^56; copies * dim is padded to a multiple of 128; at most 128 mixes; rows in bfloat16 or float32. To be done once at
+load: fn as `Tiled` in one block.
 """
 
 from torch import Tensor, cat, stack

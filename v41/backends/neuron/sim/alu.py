@@ -171,7 +171,9 @@ def outside(name, x):
 def reduce_float32(name, x):
     """Reduction of a (P, N) float32 array over N to (P,): sums in float64 rounded once, the other reductions exact."""
     if name == "add":
-        return x.sum(axis=1, dtype=np.float64).astype(np.float32)
+        # Infinities that cancel, or a sum beyond float32, are values here; rule NUM-NONFINITE reports them.
+        with np.errstate(invalid="ignore", over="ignore"):
+            return x.sum(axis=1, dtype=np.float64).astype(np.float32)
     if name == "multiply":
         return x.prod(axis=1, dtype=np.float64).astype(np.float32)
     if name == "subtract":
