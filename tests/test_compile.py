@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graph_kit import ALONE, EIGHT, LEAN, SINGLE, bucket_graph, first_unequal, rank_of, small_config
+from graph_kit import ALONE, EIGHT, LEAN, SINGLE, SQUARE, bucket_graph, first_unequal, rank_of, small_config
 from helpers import ROOT
 from sharded_kit import shard_params
 from torch.nn import functional
@@ -18,6 +18,7 @@ from v41 import tree
 from v41.backends.cpu.ranks import RankError
 from v41.backends.neuron import check, device, ops, options
 from v41.backends.neuron.buckets import empty_state
+from v41.backends.neuron.compile import same_numbers
 from v41.backends.neuron.lockstep import definitions, primitive, run_lockstep
 from v41.backends.neuron.packed import packed
 from v41.sharding.bucket import Bucket
@@ -33,8 +34,9 @@ PROMPT = torch.tensor([[5, 17, 170, 199, 3]])
 
 @pytest.fixture(scope="module", params=["exact", pytest.param("faithful", marks=pytest.mark.slow)])
 def params(request):
-    """Two experts, so that the graph is small: compiling takes 5 ms a node."""
-    config = replace(small_config(), n_routed_experts=2, dspark_n_routed_experts=2)
+    """One expert of two, so that the graph is small: compiling takes 10 ms a node."""
+    few = {"n_routed_experts": 2, "num_experts_per_tok": 1, "dspark_n_routed_experts": 2, "dspark_num_experts_per_tok": 1}
+    config = replace(small_config(), **few)
     return v41.init_params(config, 0, numerics=v41.Numerics(request.param))
 
 
@@ -51,44 +53,38 @@ def started(params, tokens=PROMPT, batch=1, capacity=CAPACITY):
     return cache, v41.init_spec(params, cache, out.logits[:, -1], stops=[-1] * 4)
 
 
-def forced(state, k, vocab):
-    """The state with drafts of which none, one or all are the tokens that will be chosen, in turn: whatever the head says, all are offered."""
-    right, n = state.drafts, k % (state.depth + 1)
-    drafts = torch.where(torch.arange(state.depth) < n, right, (right + 1) % vocab)
-    return replace(state, drafts=drafts.to(torch.int32), offered=torch.full_like(state.offered, state.depth))
+def forced(params, cache, state, n):
+    """The state with n drafts that will be accepted and others that, but for a chance hit, will not: whatever the head says, all are offered."""
+    tokens, token = [], state.token
+    for _ in range(n if int(cache.length) < CAPACITY else 0):
+        out, cache = v41.step(params, cache, token[:, None])
+        token = out.logits[:, -1].argmax(-1).to(torch.int32)
+        tokens.append(token)
+        if int(cache.length) >= CAPACITY:
+            break
+    tokens += [(token + 1) % params.config.vocab_size] * (state.depth - len(tokens))
+    return replace(state, drafts=torch.stack(tokens, 1), offered=torch.full_like(state.offered, state.depth))
 
 
 @pytest.mark.capture
 def test_64_steps_over_every_edge_are_the_specs_bit_for_bit_without_compiling_again(params, step):
-    """Rings wrap at 16 positions, groups are odd and even, sequences end at capacity - 1 and at it; every number of drafts is accepted."""
-    seen, ends, compiled, done = set(), set(), False, 0
+    """Rings wrap at 16 positions, groups are odd and even, sequences start a step at capacity - 1 and end at capacity; every number of drafts is accepted."""
+    seen, lengths, compiled, done = set(), set(), False, 0
     prompts = iter([PROMPT, PROMPT[:, :4], PROMPT[:, 1:], PROMPT[:, :1], PROMPT[:, 2:], PROMPT[:, :3]])
     while done < 64:
         cache, state = started(params, next(prompts))
+        edge = done == 0  # the first sequence stops at capacity - 1 on its way
         while bool(state.alive) and int(cache.length) < CAPACITY and done < 64:
-            plain = oracle(params, cache, state)
-            state = forced(replace(state, drafts=plain), done, params.config.vocab_size)
+            n, left = done % (state.depth + 1), CAPACITY - 2 - int(cache.length)
+            state = forced(params, cache, state, max(min(n, left), 0) if edge else n)
             want = verify.spec_step(params, cache, state, SPEC)
             with torch.compiler.set_stance("fail_on_recompile" if compiled else "default"):
                 emitted, state, cache = step(cache, state)
             assert (name := first_unequal((emitted, state, cache), want)) is None, f"step {done} from {int(cache.length)} differs in {name}"
             seen.add(int(emitted.accepted))
             compiled, done = True, done + 1
-            ends.add(int(cache.length))
-    assert seen == {0, 1, 2} and {CAPACITY - 1, CAPACITY} <= ends | {CAPACITY - 1} and max(ends) == CAPACITY
-
-
-def oracle(params, cache, state):
-    """The next two tokens of plain decoding: what drafts must be to be accepted."""
-    tokens, token = [], state.token
-    for _ in range(state.depth):
-        if int(cache.length) >= CAPACITY:
-            tokens.append(token)
-            continue
-        out, cache = v41.step(params, cache, token[:, None])
-        token = out.logits[:, -1].argmax(-1).to(torch.int32)
-        tokens.append(token)
-    return torch.stack(tokens, 1)
+            lengths.add(int(cache.length))
+    assert seen == {0, 1, 2} and {CAPACITY - 1, CAPACITY} <= lengths and max(lengths) == CAPACITY
 
 
 def test_a_cache_is_changed_in_place_and_the_one_given_back_is_the_one_given(params, step):
@@ -111,7 +107,28 @@ def test_arguments_that_are_not_the_buckets_are_named_before_anything_is_written
         step(cache, replace(state, token=torch.tensor([200], dtype=torch.int32)))
     with pytest.raises(ValueError, match="state.stops: torch.int32 \\[1, 5\\], compiled for"):
         step(cache, replace(state, stops=torch.full((1, 5), -1, dtype=torch.int32)))
+    with pytest.raises(ValueError, match="cache.capacity: 41, compiled for 40"):
+        step(started(params, capacity=41)[0], state)
+    with pytest.raises(ValueError, match="cache: a NoneType, not Cache"):
+        step(None, state)
+    with pytest.raises(ValueError, match="state.rule: 'block', compiled for 'greedy'"):
+        same_numbers(step.compiled.captured, {"state": replace(state, rule="block")})
     assert first_unequal(cache, held) is None
+
+
+@pytest.mark.slow
+@pytest.mark.capture
+def test_a_prompt_that_is_shorter_than_its_bucket_is_padded_and_its_caches_are_the_specs(params):
+    step = v41.compile(params, bucket="prefill4x2", capacity=CAPACITY)
+    for rows, valid in ((3, None), (3, [3, 1]), (4, [2, 4]), (1, None)):
+        tokens, counts = torch.tensor([[5, 17, 170, 199], [3, 88, 2, 13]])[:, :rows], torch.tensor(valid or [rows] * 2, dtype=torch.int32)
+        cache, want = v41.init_cache(params, 2, CAPACITY), v41.init_cache(params, 2, CAPACITY)
+        for _ in range(2):
+            token, cache = step(cache, tokens, valid)
+            wanted, want = verify.prefill_step(params, want, tokens.to(torch.int32), counts, SPEC)
+            assert torch.equal(token, wanted) and first_unequal(cache, want) is None
+    with pytest.raises(ValueError, match=r"tokens: \[2, 5\], bucket prefill4x2 takes \[2, 1..4\]"):
+        step(v41.init_cache(params, 2, CAPACITY), torch.ones((2, 5), dtype=torch.int32))
 
 
 def test_what_does_not_fit_is_named(params):
@@ -122,6 +139,13 @@ def test_what_does_not_fit_is_named(params):
         ({"capacity": 1, "bucket": "decode3"}, "capacity 1"),
         ({"rules": "leaner"}, "rules 'leaner'"),
         ({"rank": 1}, "rank 1"),
+        ({"rule": "nope"}, "rule: 'nope' is not one of"),
+        ({"slack": -1}, "slack: -1 is below 0"),
+        ({"capacity": 40.5}, "capacity: a float, not int"),
+        ({"rules": 3}, "rules: a int, not Rules"),
+        ({"bucket": 3}, "bucket: a int, not Bucket"),
+        ({"mesh": 4}, "mesh: a int, not Mesh"),
+        ({"rules": "lean", "mesh": SQUARE}, r"params.embed: \[200, 64\], rank 0 of lean holds \[50, 64\]"),
     ):
         with pytest.raises(ValueError, match=text):
             v41.compile(params, **{"capacity": CAPACITY, "bucket": "decode3"} | given)
@@ -129,11 +153,11 @@ def test_what_does_not_fit_is_named(params):
         v41.compile(replace(params, numerics=v41.Numerics("released")), bucket="decode3", capacity=CAPACITY)
 
 
-def test_the_backend_of_the_device_says_what_is_missing(params):
+def test_the_backend_of_the_device_says_what_is_missing(params, capsys):
     assert device.missing() == ("torch_neuronx", "nki", "neuronxcc")
     with pytest.raises(ValueError, match="backend 'neuron': torch_neuronx, nki, neuronxcc not installed; 'neuron-sim' runs"):
         v41.compile(params, backend="neuron", bucket="decode3", capacity=CAPACITY)
-    assert check.main() == 2
+    assert check.main() == 2 and capsys.readouterr().out.startswith("not installed: torch_neuronx, nki, neuronxcc.")
 
 
 # Through the kernels
@@ -203,13 +227,25 @@ def compared(seen, bound):
     return bodies
 
 
-def test_every_kernel_of_a_step_is_its_definition_in_trn2_on_the_definitions_inputs():
-    """Bound: one rounding to bfloat16 of the largest value, 2^-8; ids and choices exactly."""
-    params, seen = v41.init_params(kernel_config(), 0, numerics=v41.Numerics("trn2")), Counter()
-    graph = bucket_graph(params.config, SINGLE, ALONE, Bucket("prefill", 6), regime="trn2")
-    run_lockstep(graph, [prompt(params)], ALONE, compared(seen, 2.0**-8))
+def each_compared(bucket, given):
+    """Every node of a bucket's graph by its kernel and its definition on the definition's inputs, in trn2; the results.
+
+    Bound: one rounding to bfloat16 of the largest value, 2^-8; ids and choices exactly.
+    """
+    seen, graph = Counter(), bucket_graph(kernel_config(), SINGLE, ALONE, bucket, regime="trn2")
+    (found,) = run_lockstep(graph, [given], ALONE, compared(seen, 2.0**-8))
     nodes = Counter(n.replace("write_rows_", "write_rows") for n in map(primitive, graph.graph.graph.nodes) if n)
     assert seen == nodes, "each kernel as often as the graph has it"
+    return graph, found
+
+
+def test_every_kernel_of_a_prefill_and_of_a_decode_step_is_its_definition_in_trn2_on_the_definitions_inputs():
+    params = v41.init_params(kernel_config(), 0, numerics=v41.Numerics("trn2"))
+    graph, filled = each_compared(Bucket("prefill", 6), prompt(params))
+    state = empty_state(params.config, params.numerics, 1, 2, torch.device("cpu"))
+    state = replace(state, token=filled["token"], alive=torch.tensor([True]), budget=torch.tensor([9], dtype=torch.int32), offered=torch.full((1,), 2).int())
+    _, stepped = each_compared(Bucket("decode", 3), {"params": packed(params), "cache": filled["cache"], "rank": rank_of(0), "state": state})
+    assert int(stepped["emitted"].counts) > 0
     with pytest.raises(RankError, match="softmax_pool differs"):
         run_lockstep(graph, [prompt(params)], ALONE, broken("softmax_pool"))
 
@@ -229,7 +265,7 @@ def broken(name):
 
 
 def test_eight_ranks_through_their_kernels_give_the_definitions_tokens_and_caches():
-    params = v41.init_params(replace(kernel_config(), hc_sinkhorn_iters=1), 0, numerics=v41.Numerics("exact"))
+    params = v41.init_params(kernel_config(), 0, numerics=v41.Numerics("exact"))
     graph = bucket_graph(params.config, LEAN, EIGHT, Bucket("prefill", 2), regime="exact")
     local = [packed(shard_params(params, LEAN, EIGHT, r)) for r in range(8)]
     given = [[prompt(params, PROMPT[:, :2], 2) | {"params": p, "rank": rank_of(r)} for r, p in enumerate(local)] for _ in range(2)]

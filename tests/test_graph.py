@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from graph_kit import ALONE, LEAN, SINGLE, SQUARE, bucket_graph, small_config, without_memory
+from helpers import ROOT
 from sharded_kit import big_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -25,6 +26,7 @@ from v41.sharding.bucket import Bucket, bucket_named
 from v41.sharding.mesh import mesh64
 from v41.sharding.placement import CHECKPOINT, Placement, placed
 from v41.sharding.plan_collectives import collectives
+from v41.sharding.planner import plan
 from v41.sharding.tables import TABLES
 from v41.spec import model
 from v41.spec.backend import Backend
@@ -36,9 +38,15 @@ PREFILL = Bucket("prefill", 2)
 
 
 @pytest.fixture(scope="module")
-def lean():
-    """The speculative step of one of four ranks."""
-    return bucket_graph(small_config(), LEAN, SQUARE, Bucket("decode", 3))
+def found():
+    """The speculative step of one of 64 ranks with everything that is read from it, and the hash of another rank's."""
+    return graph_report.graphed(big_config(), Placement(LEAN, mesh64, CHECKPOINT), Bucket("decode", 3), 32, v41.Numerics(), (0, 37))
+
+
+@pytest.fixture(scope="module")
+def lean(found):
+    """Its graph."""
+    return found.captured
 
 
 # A call as a node
@@ -90,17 +98,20 @@ def test_every_cache_is_written_in_place_and_the_model_says_how_often_each_kerne
     assert found["engram_hash"] == found["engram_rows"] == found["engram_gate"] == found["partial_index_scores"] == found["select"] == 1
 
 
-def test_all_ranks_have_one_graph(lean):
-    config, bucket = big_config(), Bucket("decode", 3)
-    hashes = {graph_read.graph_hash(bucket_graph(config, LEAN, mesh64, bucket, rank=r)) for r in (0, 37)}
-    assert len(hashes) == 1
-    assert len(hashes | {graph_read.graph_hash(lean)}) == 2
+def test_all_ranks_have_one_graph_and_another_step_has_another(found):
+    assert found.hashes.keys() == {0, 37} and found.hashes[0] == found.hashes[37]
+    graph = graph_read.graph_hash(planted(lambda t: t * 2))
+    assert graph != graph_read.graph_hash(planted(lambda t: t * 3)) and graph not in found.hashes.values()
+    assert graph == graph_read.graph_hash(planted(lambda t: t * 2))
 
 
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (("tpxep", "decode3"), ("ep", "decode3"), ("lean", "decode3x2"), ("lean", "prefill70"))]
+SLOW = [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in (("lean", "decode3"), ("lean", "decode1"), ("tpxep", "decode3"), ("ep", "decode3"), ("lean", "decode3x2"), ("lean", "prefill70"))
+]
 
 
-@pytest.mark.parametrize("rules, bucket", [("lean", "decode3"), ("pr71", "decode3"), ("lean", "decode1"), ("lean", "prefill4"), *SLOW])
+@pytest.mark.parametrize("rules, bucket", [("pr71", "decode3"), ("lean", "prefill4"), *SLOW])
 def test_collectives_of_the_graph_are_those_of_the_planner(rules, bucket):
     config, found = small_config(), bucket_named(bucket)
     planned = collectives(config, Placement(TABLES[rules], SQUARE, CHECKPOINT), found, 96)
@@ -173,6 +184,44 @@ def test_an_operation_that_is_refused_is_found_with_its_code(change, code, text)
     assert any(f.code == code and text in f.text for f in found), found
 
 
+def inside(x, index):
+    """A kernel whose argument begins inside its storage."""
+    tensors, text = encode((x[1:], index, x[1:, :1]), {})
+    return torch.ops.v41.write_rows.default(tensors, text)[0]
+
+
+def twice(x, index):
+    """Two writes to one buffer."""
+    torch.ops.v41.write_rows_.default(x, index, x[:, :1] * 2)
+    torch.ops.v41.write_rows_.default(x, index, x[:, :1] * 3)
+    return x[:, :1] + 1
+
+
+@pytest.mark.parametrize(
+    "change, severity, code, text",
+    [
+        (inside, "doubtful", "copy", "begins 8 elements into its storage"),
+        (lambda x, i: x.view(torch.int32), "doubtful", "bits", "bits of one dtype"),
+        (lambda x, i: x.erf(), "doubtful", "lowering", "aten.erf.default was not seen to be lowered"),
+        (lambda x, i: x.topk(1, dim=1).values, "refused", "topk", "another dim than the last"),
+        (twice, "refused", "cache", "2 writes to one buffer"),
+        (lambda x, i: x + i.to(torch.float8_e4m3fn).view(torch.uint8), "refused", "NCC_EVRF051", "outside a kernel"),
+    ],
+    ids=["copy", "bits", "lowering", "topk", "writes", "bytes"],
+)
+def test_what_is_doubtful_or_spoils_a_graph_is_found_on_a_few_nodes(change, severity, code, text):
+    trees = {"x": torch.empty(2, 4, 2, device="meta"), "index": torch.empty(1, 1, dtype=torch.int32, device="meta")}
+    found = graph_lint.lint(capture.capture(lambda x, index: {"out": (change(x, index),)}, trees))
+    assert any(f.severity == severity and f.code == code and text in f.text for f in found), found
+    clean = graph_lint.lint(capture.capture(lambda x, index: {"out": (x * 2,)}, trees))
+    assert clean == []
+
+
+def test_an_8_bit_float_that_is_an_argument_is_doubtful():
+    found = graph_lint.lint(capture.capture(lambda w: {"out": ()}, {"w": torch.empty(4, dtype=torch.float8_e4m3fn, device="meta")}))
+    assert [(f.severity, f.code, f.node) for f in found] == [("doubtful", "NCC_EVRF051", "w")]
+
+
 def test_the_same_graph_without_a_planted_operation_is_clean():
     assert [f for f in graph_lint.lint(planted(lambda t: t * 2)) if f.severity == "refused"] == []
 
@@ -239,12 +288,6 @@ KEYS = {"graphs", "graph_hash", "host_reads", "refused_ops", "int64_tensors", "c
 
 
 @pytest.fixture(scope="module")
-def found():
-    placement = Placement(LEAN, SQUARE, CHECKPOINT)
-    return graph_report.graphed(small_config(), placement, Bucket("decode", 3), 32, v41.Numerics(), (0, 3))
-
-
-@pytest.fixture(scope="module")
 def report(found):
     return graph_report.as_dict(found)
 
@@ -282,18 +325,64 @@ def test_the_command_prints_json_and_tables_and_compares_two_reports(report, tmp
     assert differs.exit_code == 1 and {"ranks", "graph_hash"} <= {d["path"] for d in json.loads(differs.stdout)}
     monkeypatch.setattr(command, "graphed", lambda *a: (_ for _ in ()).throw(capture.CaptureError("host read at x.py:1: y")))
     refused = CliRunner().invoke(cli, [*line, "--json"])
-    assert refused.exit_code == 1 and json.loads(refused.stdout)["host_reads"] == 1
+    assert refused.exit_code == 1 and json.loads(refused.stdout)["host_reads"] == 1 and json.loads(refused.stdout).keys() >= KEYS
 
 
 @pytest.mark.parametrize(
-    "arguments, text", [(["--bucket", "prefill"], "bucket 'prefill'"), (["--ranks", "12"], "ranks 12"), (["--hash-rank", "64"], "rank 64")]
+    "arguments, text",
+    [
+        (["--bucket", "prefill"], "bucket 'prefill'"),
+        (["--bucket", "decode7"], "bucket decode7: 6 drafts a step, the model makes 5"),
+        (["--ranks", "12"], "ranks 12"),
+        (["--ranks", "0"], "ranks 0: at least 1"),
+        (["--hash-rank", "64"], "rank 64"),
+        (["--capacity", "2000000"], "capacity 2000000: between the 6 rows of decode6 and 1048576"),
+        (["--rules", "leaner"], "rules 'leaner'"),
+        (["--config", "nowhere.json"], "config: cannot read nowhere.json"),
+        (["--regime", "released"], "regime 'released' with index_keys"),
+    ],
 )
 def test_bad_arguments_are_named(arguments, text):
     run = CliRunner().invoke(cli, ["graph", *arguments])
     assert run.exit_code != 0 and isinstance(run.exception, ValueError) and text in str(run.exception)
 
 
+@pytest.mark.parametrize("text", [b"[1,", b"\xff\xfe", b"[1, 2]", b"{}", b""])
+def test_a_file_that_is_no_report_is_named_and_not_compared(tmp_path, text):
+    path = tmp_path / "x.json"
+    path.write_bytes(text)
+    run = CliRunner().invoke(cli, ["graph", "--diff", str(path), str(path)])
+    assert isinstance(run.exception, ValueError) and str(run.exception).startswith(f"diff: {path} is no")
+
+
+def test_a_number_below_zero_of_mib_is_a_usage_error():
+    assert CliRunner().invoke(cli, ["graph", "--profile-mib", "-1"]).exit_code == 2
+
+
+def held_bytes(params, part):
+    """Bytes of the leaves whose path holds a word."""
+    return sum(t.nbytes for n, t in tree.paths(params, "params") if part in n)
+
+
+def test_prepared_experts_hold_the_scales_of_w1_and_w3_three_times_more_than_planned_and_the_rest_is_as_planned():
+    """A lane reads a scale byte of its own and four lanes share a block of 32 columns: docs/neuron-graph.md 9."""
+    placement = placed("lean", 64)
+    stored = buckets.local_params(named_config("released"), v41.Numerics("trn2"), placement.rules, placement.mesh)
+    held = packed(resident(stored, "fp4"))
+    scales = held_bytes(stored, ".ffn.experts.w1.scale") + held_bytes(stored, ".ffn.experts.w3.scale")
+    heads, token_map = held_bytes(held, ".ffn.experts.w1.scale"), held_bytes(held, "params.engram_map.")
+    planned = plan(named_config("released"), placement, Bucket("decode", 6), 8192).bytes_per_rank["weights"]
+    assert held_bytes(held, "params.") == planned + 3 * scales + heads + token_map
+    assert 3 * scales / 2**20 == pytest.approx(518.9, abs=0.1) and (heads + token_map) / 2**20 < 1
+
+
 # At full size
+
+
+@pytest.mark.slow
+def test_a_config_of_a_folder_on_one_rank_is_a_graph_too():
+    run = CliRunner().invoke(cli, ["graph", "--config", str(ROOT / "checkpoints/tiny/config.json"), "--rules", "single", "--ranks", "1", "--json"])
+    assert run.exit_code == 0 and json.loads(run.stdout).keys() >= KEYS
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from v41.sharding.mesh import MESHES, Mesh
 from v41.sharding.rules import Rules
 from v41.sharding.tables import rules_named
 from v41.spec.cache import SLACK, Cache
+from v41.spec.ops.accept import RULES
 from v41.spec.params import Params
 from v41.spec.verify import SpecState
 
@@ -33,11 +34,11 @@ class CompiledStep:
         The cache is changed in place and given back. Raises ValueError before anything is written, for what the step of the spec refuses and for
         shapes that are not the bucket's; values are read for that where they lie on the CPU, and not on a device.
         """
-        if cache.length.device.type == "cpu":
+        if checks.kind("cache", cache, Cache).length.device.type == "cpu":
             if isinstance(given, SpecState):
                 spec_api.check_state(self.params, cache, given)
             else:
-                api._checked(self.params, cache, given, valid)
+                valid, _ = api._checked(self.params, cache, given, valid)
         return self.compiled(cache, given, valid)
 
 
@@ -60,16 +61,21 @@ def compile(
     backend: "cpu" (bit for bit the spec), "neuron-sim" (the device's kernels in the simulator), "neuron" (not run on a device).
     Raises ValueError for rules, mesh, bucket or capacity that do not fit, a regime whose shapes follow positions, a backend that is not there.
     """
-    from v41.backends.neuron.compile import BACKENDS, compiled  # defines torch operators, which takes seconds: not at `import v41`
+    from v41.backends.neuron.compile import BACKENDS, check_share, compiled  # defines torch operators, which takes seconds: not at `import v41`
 
     checks.kind("params", params, Params)
-    rules = rules_named(rules) if isinstance(rules, str) else rules
-    bucket = bucket_named(bucket) if isinstance(bucket, str) else bucket
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: {backend!r} is not one of {BACKENDS}")
-    check(params.config, rules, mesh)
+    rules = rules_named(rules) if isinstance(rules, str) else checks.kind("rules", rules, Rules)
+    bucket = bucket_named(bucket) if isinstance(bucket, str) else checks.kind("bucket", bucket, Bucket)
+    for name, value, known in (("backend", backend, BACKENDS), ("rule", rule, RULES)):
+        if value not in known:
+            raise ValueError(f"{name}: {value!r} is not one of {known}")
+    for name, number in (("capacity", capacity), ("rank", rank), ("slack", slack)):
+        if checks.kind(name, number, int) < 0:
+            raise ValueError(f"{name}: {number} is below 0")
+    check(params.config, rules, checks.kind("mesh", mesh, Mesh))
     check_fits(params.config, bucket, capacity)
     mesh.coordinate(rank)
+    check_share(params, rules, mesh, rank)
     spec_api.refuse_regime(params)
     check_drafts(params.config, bucket, params.draft is not None)
     return CompiledStep(params, compiled(params, rules, mesh, bucket, capacity, backend, rank, rule, slack))

@@ -30,7 +30,7 @@ GIB = 2**30
 @click.option("--regime", type=click.Choice(REGIMES), default="trn2", show_default=True, help="How it is computed (docs/numerics.md).")
 @click.option("--weights", type=click.Choice(["prepared", "checkpoint"]), default="prepared", show_default=True, help="As kernels read them, or as stored.")
 @click.option("--hash-rank", "hashed", multiple=True, type=int, help="Ranks whose graphs are captured and compared; the first and one in the middle.")
-@click.option("--profile-mib", type=click.IntRange(min=0), help="Run kernels that read up to so many MiB in the simulator; 200 for decode, 0 for prefill, which takes long.")
+@click.option("--profile-mib", type=click.IntRange(min=0), help="Run kernels that read up to so many MiB in the simulator; decode 200, prefill 0.")
 @click.option("--diff", nargs=2, type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Compare two reports (JSON files) instead.")
 @click.option("--json", "machine", is_flag=True, help="Print JSON on stdout.")
 def graph(

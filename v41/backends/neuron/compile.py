@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from v41.backends.neuron import ops as neuron
-from v41.backends.neuron.buckets import STOPS, arguments, function_of
+from v41.backends.neuron.buckets import STOPS, arguments, function_of, local_params
 from v41.backends.neuron.capture import Captured, Trees, capture, joined, named
 from v41.backends.neuron.device import device_backend, require
 from v41.backends.neuron.graph_donate import SMALL
@@ -62,6 +62,7 @@ class Compiled:
             trees |= padded(given, valid, self.bucket)
         leaves = [*self.weights, *separate(named(trees))]
         checked(self.captured, leaves)
+        same_numbers(self.captured, trees)
         with torch.no_grad():
             found = joined(self.captured, dict(leaves), self.run(*[t for _, t in leaves]))
         return (found["emitted"], found["state"], found["cache"]) if self.bucket.kind == "decode" else (found["token"], found["cache"])
@@ -106,6 +107,26 @@ def checked(captured: Captured, leaves: list[tuple[str, Tensor]]) -> None:
     for (name, leaf), want in zip(leaves, holders, strict=True):
         if (leaf.shape, leaf.dtype) != (want.shape, want.dtype):
             raise ValueError(f"{name}: {leaf.dtype} {list(leaf.shape)}, compiled for {want.dtype} {list(want.shape)}")
+
+
+def same_numbers(captured: Captured, trees: Trees) -> None:
+    """ValueError where numbers that stand in the graph are others in the arguments: several capacities have the same shapes, and so have two rules."""
+    for tree_name, field in (("cache", "capacity"), ("cache", "slack"), ("state", "rule")):
+        if tree_name in trees:
+            got, want = (getattr(t[tree_name], field) for t in (trees, captured.result))
+            if got != want:
+                raise ValueError(f"{tree_name}.{field}: {got!r}, compiled for {want!r}")
+
+
+def check_share(params: Params, rules: Rules, mesh: Mesh, rank: int) -> None:
+    """ValueError where stored parameters are not those of this rank. Prepared ones have other leaves and are not compared."""
+    wanted = local_params(params.config, params.numerics, rules, mesh, rank, params.draft is not None)
+    got, want = (dict(named({"params": p})) for p in (params, wanted))
+    if got.keys() != want.keys():
+        return
+    for name, leaf in got.items():
+        if leaf.shape != want[name].shape and not name.startswith("params.engram_map."):
+            raise ValueError(f"{name}: {list(leaf.shape)}, rank {rank} of {rules.name} holds {list(want[name].shape)}: give it what shard_params makes")
 
 
 def compiled(
