@@ -100,20 +100,26 @@ class Golden:
         return {name: self.read(part, name) for name in self.manifest["tensors"].get(part, {})}
 
 
+def read_manifest(file: Path, kind: str, schema: int, what: str) -> dict[str, Any]:
+    """The JSON object of a manifest of this kind and schema. ValueError with the file, and `what` it is not, for anything else."""
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ValueError(f"{file}: {e.strerror}; not a {what}, or one whose making was interrupted") from e
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{file}: not JSON: {e}") from e
+    if not isinstance(manifest, dict) or manifest.get("kind") != kind:
+        raise ValueError(f"{file}: no manifest of a {what} (kind is not {kind!r})")
+    if manifest.get("schema") != schema:
+        raise ValueError(f"{file}: schema {manifest.get('schema')!r}; this version reads {schema}")
+    return manifest
+
+
 def open_golden(path: str | Path) -> Golden:
     """Opens a folder and checks manifest and headers against each other. ValueError with file and reason for anything amiss."""
     path = Path(path)
     file = path / MANIFEST
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise ValueError(f"{file}: {e.strerror}; not a golden folder, or one whose making was interrupted") from e
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"{file}: not JSON: {e}") from e
-    if not isinstance(manifest, dict) or manifest.get("kind") != "v41 golden":
-        raise ValueError(f"{file}: no manifest of a golden folder (kind is not 'v41 golden')")
-    if manifest.get("schema") != SCHEMA:
-        raise ValueError(f"{file}: schema {manifest.get('schema')!r}; this version reads {SCHEMA}")
+    manifest = read_manifest(file, "v41 golden", SCHEMA, "golden folder")
     check_fields(file, manifest, FIELDS)
     check_fields(file, manifest["run"], RUN)
     check_fields(file, manifest["weights"], {"sha256": (str, type(None)), "recipe": (dict, type(None))})

@@ -163,16 +163,7 @@ def open_pack(path: str | Path) -> Golden:
     """Opens a pack; parts are its scenarios. ValueError with file and reason where manifest and files disagree or a field is amiss."""
     path = Path(path)
     file = path / folder.MANIFEST
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise ValueError(f"{file}: {e.strerror}; not a golden pack, or one whose making was interrupted") from e
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"{file}: not JSON: {e}") from e
-    if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
-        raise ValueError(f"{file}: no manifest of a golden pack (kind is not {KIND!r})")
-    if manifest.get("schema") != SCHEMA:
-        raise ValueError(f"{file}: schema {manifest.get('schema')!r}; this version reads {SCHEMA}")
+    manifest = folder.read_manifest(file, KIND, SCHEMA, "golden pack")
     folder.check_fields(file, manifest, FIELDS)
     for scenario in manifest["scenarios"]:
         folder.check_fields(file, scenario, {"name": (str,), "start": (str, type(None)), "batch": (int,), "calls": (list,)})
