@@ -249,6 +249,19 @@ def test_a_poisoned_tap_reaches_the_logits(params: v41.Params, started: v41.Cach
     assert not torch.equal(v41.step(params, started, row(1, 2), ops=zeroed)[0].logits, clean)
 
 
+def test_what_a_call_gives_are_ordinary_tensors(params: v41.Params, started: v41.Cache) -> None:
+    out, cache, taps = v41.record(params, started, row(1, 2))
+    drafted, cache, more = v41.record_draft(params, cache, out.hidden, torch.tensor([3, 3]))
+    boundary, held = v41.embed(params, started, row(1, 2))
+    boundary, held = v41.layers(params, held, boundary, 0, params.config.num_hidden_layers)
+    state = v41.init_spec(params, cache, out.logits[:, -1])
+    emitted, state, cache = v41.spec_step(params, cache, state)
+    given = [t for part in (out, cache, drafted, boundary, held, state, emitted) for t in tree.leaves(part)]
+    given += [*taps.values(), *more.values(), v41.head(params, boundary)]
+    assert not any(t.is_inference() for t in given)
+    out.logits.zero_()
+
+
 def test_ambient_torch_state_changes_nothing(params: v41.Params, started: v41.Cache) -> None:
     clean = v41.step(params, started, row(1, 2))[0].logits
     with torch.autocast("cpu", dtype=torch.bfloat16):

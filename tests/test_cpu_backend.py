@@ -3,6 +3,7 @@
 
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
 import pytest
@@ -12,11 +13,12 @@ from torch import Tensor
 
 import v41
 from v41 import tree
-from v41.backends.cpu import attend, backend, mix, moe, product, round, widen
+from v41.backends.cpu import attend, backend, mix, moe, product, released, round, widen
 from v41.params_io import tensor_digests, weights_digest
 from v41.resident import as_values
 from v41.spec.backend import Backend
 from v41.spec.ops import partial, quant
+from v41.spec.ops import product as spec_product
 from v41.spec.table import Fp4, Fp8
 
 SPEC = Backend("spec")
@@ -145,6 +147,69 @@ def test_pieces_cover_every_output_once_and_none_is_short():
             assert all(a % 32 == 0 and (b - a >= product.LEAST or outputs < product.LEAST) for a, b in cuts)
 
 
+def test_space_for_widened_weights_is_the_threads_own_and_a_large_matrix_has_its_own():
+    cpu = torch.device("cpu")
+    with torch.inference_mode(), ThreadPoolExecutor(1) as pool:
+        mine, theirs = widen.room(8, 64, cpu), pool.submit(widen.room, 8, 64, cpu).result()
+    assert mine.data_ptr() != theirs.data_ptr() and mine.stride() == (64 + widen.PAD, 1)
+    again, large = widen.room(33, 32, cpu), widen.room(1 << 10, 1 << 10, cpu)
+    assert again.data_ptr() == mine.data_ptr() and large.data_ptr() != mine.data_ptr() and large.shape == (1 << 10, 1 << 10)
+    again.zero_()  # not allowed on memory that inference mode made
+
+
+def test_threads_that_multiply_at_once_do_not_meet_in_that_space():
+    weights = [fp8(160, 96) for _ in range(4)]
+    x = act(EXACT, 5, 96)
+    want = [product.times(x, w) for w in weights]
+    with ThreadPoolExecutor(4) as pool:
+        for got in pool.map(lambda w: [product.times(x, w) for _ in range(50)], weights):
+            assert any(all(same_bits(g, one) for g in got) for one in want)
+
+
+# The order of `released`
+
+
+def hard_row() -> Tensor:
+    """A rounded activation whose sum with fp4 values leaves float32: sixteen times the largest code, sixteen times the smallest."""
+    return torch.tensor([448.0] * 16 + [2.0**-9] * 16)
+
+
+def hard_weight(rows: int) -> Fp4:
+    """6 and 0.5 where `hard_row` has its codes."""
+    return Fp4(torch.tensor([0x77] * 8 + [0x11] * 8, dtype=torch.int8).repeat(rows, 1), e8m0(rows, 1, low=127, high=128))
+
+
+def test_block_sums_are_rounded_once_whatever_the_activations_are():
+    x = quant.act_round(act(RELEASED, 40, 96) * torch.exp2(torch.randint(-9, 9, (40, 96))), RELEASED)
+    x[::3, :32] = hard_row().bfloat16()
+    assert 0 < int((~released.exact_blocks(x.float())).sum()) < 40
+    for low, high in ((100, 140), (127, 128), (0, 60), (195, 240)):
+        w = fp4(64, 96)
+        w = replace(w, scale=e8m0(64, 3, low=low, high=high))
+        for rows in (x, x[:1], x[1:4], x[::3], x[:0]):
+            want = spec_product.block_product(rows, quant.dequantize(w, torch.float32), RELEASED)
+            assert same_bits(released.in_blocks(rows.float(), w), want) and same_bits(released.in_blocks(rows.float(), as_values(w)[0]), want)
+
+
+def test_rows_that_are_told_exact_have_sums_without_any_rounding():
+    for spread in (0, 3, 6, 9):
+        x = quant.act_round(act(RELEASED, 200, 32) * torch.exp2(-spread * torch.rand(200, 32)), RELEASED).float()
+        terms = x.double()[:, None] * quant.dequantize(fp4(50, 32), torch.float64)
+        exact = terms.sum(-1)
+        partial_sums = terms.cumsum(-1)
+        fits = (exact.float().double() == exact).all(-1) & (partial_sums.float().double() == partial_sums).all((-1, -2))
+        told = released.exact_blocks(x)[:, 0]
+        assert told.any() and not (told & ~fits).any()
+    assert not released.exact_blocks(torch.stack((hard_row(), hard_row() * 2.0**-100, hard_row() * 2.0**60))).any()
+    assert released.exact_blocks(torch.zeros(2, 64)).all()
+
+
+def test_sums_in_order_are_those_of_the_spec():
+    for out, columns in ((8, 64), (33, 250), (520, 700)):
+        x, w = act(RELEASED, 5, columns).float(), torch.randn(out, columns).bfloat16().float()
+        assert same_bits(released.in_order(x, w), spec_product.in_order(x, w))
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
@@ -224,6 +289,7 @@ def edges() -> Tensor:
 def test_round_trips_have_the_bits_of_the_spec_for_every_largest_number(numerics):
     for x in (edges(), torch.zeros(0, 64).bfloat16(), -torch.zeros(2, 32).bfloat16()):
         assert same("act_round", x, numerics) and same("index_round", x, numerics)
+        assert all(same("act_round", part, numerics) for part in x.split(1000))  # few enough for codes
 
 
 def test_ties_between_all_neighboring_codes_go_to_the_even_one():
@@ -310,11 +376,26 @@ WRONG = {
     "fp4 steps of one": (round, "E2M1", (2.0, 1), lambda: same("index_round", edges(), FAITHFUL)),
     "fp8 scale one power short": (widen, "FP8_SHORT", 2.0**7, lambda: same("linear", act(FAITHFUL, 4, 64), fp8(64, 64), FAITHFUL)),
     "scales that overflow": (widen, "FP4_MOST", 255, lambda: wide_scale()),
+    "float32 sums of every row": (released, "EXACT", 2.0**40, lambda: hard()),
+    "float32 sums of tiny terms": (released, "SCALES", (0, 255), lambda: tiny_terms()),
     "products of one row": (product, "full_rows", lambda x: x, lambda: same("partial_linear", act(EXACT, 1, 256), fp8(264, 256), EXACT)),
     "pieces of eight outputs": (product, "pieces", lambda n, c: ((a, a + 8) for a in range(0, n, 8)), lambda: small_pieces()),
     "no step between columns": (mix, "by_products", lambda comb, steps, eps: comb, lambda: mixed()),
     "runs of 32 slots": (attend, "RUN", 32, lambda: attended()),
 }
+
+
+def hard() -> bool:
+    w = hard_weight(40)
+    want = spec_product.block_product(hard_row()[None].bfloat16(), quant.dequantize(w, torch.float32), RELEASED)
+    return same_bits(released.in_blocks(hard_row()[None], w), want)
+
+
+def tiny_terms() -> bool:
+    w = Fp4(torch.full((40, 16), 0x11, dtype=torch.int8), e8m0(40, 1, low=0, high=1))
+    x = torch.full((1, 32), 3 * 2.0**-24)  # a term is 3/8 of the smallest number, their sum 12 of it
+    want = spec_product.block_product(x.bfloat16(), quant.dequantize(w, torch.float32), RELEASED)
+    return same_bits(released.in_blocks(x, w), want)
 
 
 def wide_scale() -> bool:

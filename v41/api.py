@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions: arguments checked, a backend picked, the spec called."""
 
+import functools
+from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from v41 import checks
+from v41 import checks, tree
 from v41.backends.cpu import backend as cpu
 from v41.backends.record import recorder
 from v41.spec import cache as caches
@@ -21,7 +23,36 @@ from v41.spec.model import Output
 from v41.spec.ops.choose import Sample
 from v41.spec.params import Params
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Taps = dict[str, Tensor]
+
+
+def inference(fn: Callable[P, T]) -> Callable[P, T]:
+    """fn without autocast and gradients, in inference mode, where an operation costs less. What it gives are ordinary tensors."""
+
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.autocast("cpu", enabled=False), torch.inference_mode():
+            found = fn(*args, **kwargs)
+        with torch.no_grad():
+            return ordinary(found)
+
+    return run
+
+
+def ordinary(found: Any) -> Any:
+    """Trees whose inference tensors are copied: those may not be changed in place by a caller."""
+    if isinstance(found, tuple):
+        return tuple(ordinary(f) for f in found)
+    return tree.map(lambda t: t.clone() if t.is_inference() else t, found)
+
+
+def owned(taps: Taps) -> Taps:
+    """The same dict with `ordinary` tensors, one after the other, so that none of them is held twice for long."""
+    for name, tap in taps.items():
+        taps[name] = ordinary(tap)
+    return taps
 
 
 def available_backends() -> dict[str, Backend]:
@@ -69,8 +100,7 @@ def _checked(params: Params, cache: Cache, tokens: Tensor, valid: Any) -> tuple[
     return valid, checks.first_position(cache, valid, rows)
 
 
-@torch.autocast("cpu", enabled=False)
-@torch.no_grad()
+@inference
 def step(params: Params, cache: Cache, tokens: Tensor, *, valid: Any = None, logits: str | None = None, ops: Backend | None = None) -> tuple[Output, Cache]:
     """One pure step over tokens [batch, rows]: row r of sequence b is position cache.length[b] + r.
 
@@ -90,19 +120,17 @@ def record(
     checks.same_model(params, cache)
     recording, taps = recorder(_backend(ops, cache.length.device))
     out, cache = step(params, cache, tokens, valid=valid, logits=logits, ops=recording)
-    return out, cache, taps
+    return out, cache, owned(taps)
 
 
-@torch.autocast("cpu", enabled=False)
-@torch.no_grad()
+@inference
 def embed(params: Params, cache: Cache, tokens: Tensor, *, valid: Any = None, ops: Backend | None = None) -> tuple[Boundary, Cache]:
     """The boundary before layer 0, and the cache with its length advanced. step = head after layers(0, n) after embed."""
     valid, start = _checked(params, cache, tokens, valid)
     return model.embed(params, cache, tokens, valid, start, _backend(ops, tokens.device))
 
 
-@torch.autocast("cpu", enabled=False)
-@torch.no_grad()
+@inference
 def layers(params: Params, cache: Cache, boundary: Boundary, a: int, b: int, *, ops: Backend | None = None) -> tuple[Boundary, Cache]:
     """Layers a .. b - 1 on a boundary before layer a. Raises ValueError when the boundary lies elsewhere."""
     checks.same_model(params, cache)
@@ -115,8 +143,7 @@ def layers(params: Params, cache: Cache, boundary: Boundary, a: int, b: int, *, 
     return model.layers(params, cache, boundary, b, _backend(ops, boundary.stream.device))
 
 
-@torch.autocast("cpu", enabled=False)
-@torch.no_grad()
+@inference
 def head(params: Params, boundary: Boundary, *, logits: str | None = None, ops: Backend | None = None) -> Tensor | None:
     """Logits of a boundary behind the last layer."""
     checks.kind("params", params, Params)
@@ -126,8 +153,7 @@ def head(params: Params, boundary: Boundary, *, logits: str | None = None, ops: 
     return model.head(params, boundary, checks.logit_rows(logits, params), _backend(ops, boundary.stream.device))
 
 
-@torch.autocast("cpu", enabled=False)
-@torch.no_grad()
+@inference
 def draft(
     params: Params,
     cache: Cache,
@@ -161,7 +187,7 @@ def record_draft(
     checks.same_model(params, cache)
     recording, taps = recorder(_backend(ops, cache.length.device))
     drafted, cache = draft(params, cache, hidden, token, valid=valid, sample=sample, ops=recording)
-    return drafted, cache, taps
+    return drafted, cache, owned(taps)
 
 
 def _checked_draft(params: Params, cache: Cache, hidden: Tensor, token: Tensor | None, valid: Any, sample: Sample | None) -> Tensor:

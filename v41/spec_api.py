@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from v41 import checks
-from v41.api import _backend
+from v41.api import _backend, inference
 from v41.spec import verify
 from v41.spec.backend import Backend
 from v41.spec.cache import Cache
@@ -92,7 +92,7 @@ def _checked_heat(rule: str, temperature: Any, cache: Cache) -> Tensor:
     return heat
 
 
-@torch.no_grad()
+@inference
 def init_spec(
     params: Params,
     cache: Cache,
@@ -164,7 +164,7 @@ def check_state(params: Params, cache: Cache, state: SpecState) -> None:
         raise ValueError(f"cache: sequence {b} holds {int(cache.length[b])} positions, its capacity, and its state is not idle")
 
 
-@torch.no_grad()
+@inference
 def spec_step(params: Params, cache: Cache, state: SpecState, *, ops: Backend | None = None) -> tuple[Emitted, SpecState, Cache]:
     """One step: the target runs on the pending token and the drafts, accepts, commits the accepted rows, and the next block is drafted.
 

@@ -12,7 +12,7 @@ from v41.spec.ops import attend as spec
 from v41.spec.ops.attend import RUN
 from v41.spec.types import F32, I32, Act, Flag
 
-GATHERED = 1 << 20  # numbers of gathered rows that are held at once: they are written, and read twice, in the cache
+GATHERED = 1 << 19  # numbers of gathered rows that are held at once: they are written, and read twice, in the cache
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
@@ -61,29 +61,27 @@ def gather(window: Tensor, near: Tensor, compressed: Tensor, far: Tensor) -> F32
 
 def attend(q: Tensor, kv: Tensor, live: Flag[Tensor, "b s n"], sink: Tensor, scale: float, run: int) -> Tensor:
     """The spec's running softmax: whole runs together, then what is left."""
-    wide = q.to(torch.float32)
+    wide, dead = q.to(torch.float32), live.logical_not()[:, :, None]
     maximum = torch.full(q.shape[:-1], -1e30, dtype=torch.float32, device=q.device)
     state, listed = Running(maximum, torch.zeros_like(maximum), torch.zeros_like(wide)), kv.shape[2]
     whole = listed - listed % run if run else 0
     for a, b, length in ((0, whole, run), (whole, listed, listed - whole)):
         if a < b:
-            state = over_runs(state, wide, kv[:, :, a:b], live[:, :, a:b], scale, length, q.dtype)
-    total = state.total + (sink.to(torch.float32) - state.maximum).exp_()
+            state = over_runs(state, wide, kv[:, :, a:b], dead[..., a:b], scale, length, q.dtype)
+    total = state.total.add_((sink.to(torch.float32) - state.maximum).exp_())
     return state.out.div_(total[..., None]).to(q.dtype)
 
 
-def over_runs(state: Running, q: Tensor, kv: Tensor, live: Tensor, scale: float, run: int, dtype: torch.dtype) -> Running:
+def over_runs(state: Running, q: Tensor, kv: Tensor, dead: Tensor, scale: float, run: int, dtype: torch.dtype) -> Running:
     """The softmax after further runs of equal length. A short run has its own product: few columns take another path in the BLAS."""
-    runs = kv.unflatten(2, (-1, run))
-    logits = torch.matmul(q[:, :, None], runs.transpose(-1, -2)).mul_(scale)
-    logits = torch.where(live.unflatten(2, (-1, 1, run)), logits, -torch.inf)
-    maxima = torch.cat((state.maximum[:, :, None], logits.amax(-1)), 2).cummax(2).values
-    keep = (maxima[:, :, :-1] - maxima[:, :, 1:]).exp_()
-    p = logits.sub_(maxima[:, :, 1:, :, None]).exp_()
-    sums = p.sum(-1)
-    parts = torch.matmul(p.to(dtype).to(torch.float32), runs)
+    logits = torch.matmul(q, kv.transpose(-1, -2)).mul_(scale).masked_fill_(dead, -torch.inf).unflatten(-1, (-1, run))
+    maxima = torch.cat((state.maximum[..., None], logits.amax(-1)), -1).cummax(-1).values
+    before, after = maxima[..., :-1], maxima[..., 1:]
+    p, keep = logits.sub_(after[..., None]).exp_(), (before - after).exp_()
+    rounded = torch.empty_like(p.transpose(2, 3), dtype=dtype, memory_format=torch.contiguous_format).copy_(p.transpose(2, 3))
+    parts = torch.matmul(rounded.to(torch.float32), kv.unflatten(2, (-1, run)))
     total, out = state.total, state.out
-    for r in range(runs.shape[2]):
-        total = total * keep[:, :, r] + sums[:, :, r]
-        out = (out * keep[:, :, r, :, None]).add_(parts[:, :, r])
-    return Running(maxima[:, :, -1], total, out)
+    for kept, added, part in zip(keep.unbind(-1), p.sum(-1).unbind(-1), parts.unbind(2), strict=True):
+        total = total.mul_(kept).add_(added)
+        out = out.mul_(kept[..., None]).add_(part)
+    return Running(maxima[..., -1], total, out)

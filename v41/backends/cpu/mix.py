@@ -14,7 +14,7 @@ from v41.spec.types import F32, Act
 
 TERMS = 4  # up to here torch adds one term after the other in every layout, in sums and in products of small matrices
 FEW = 64  # rows from which operations that run along the rows of the call pay
-TOGETHER = 32  # rows whose products are held at once
+TOGETHER = 16  # rows whose products are held at once
 LONG = 8  # rows from which the passes over memory cost more than the operations
 
 
@@ -29,15 +29,19 @@ def hc_mixes(
     norm_eps: float,
     numerics: Numerics,
 ) -> tuple[spec.Pre, spec.Pre, spec.Comb]:
-    if not single(numerics):
+    if not single(numerics) or numerics.compact:
         return spec.hc_mixes(stream, fn, scale, base, iters=iters, eps=eps, norm_eps=norm_eps, numerics=numerics)
     copies, flat = stream.shape[2], stream.to(torch.float32).flatten(2)
     inverse = flat.square().mean(-1, keepdim=True).add_(norm_eps).rsqrt_()
-    scales = torch.cat([s.expand(n) for s, n in zip(scale.split(1), (copies, copies, copies * copies), strict=True)])
-    mixes = wide_linear(flat, fn, numerics).mul_(inverse).mul_(scales).add_(base)
+    mixes = wide_linear(flat, fn, numerics).mul_(inverse).mul_(scale.repeat_interleave(parts_of(copies))).add_(base)
     gates = sigmoid(mixes[..., : 2 * copies], numerics)
     comb = spec.row_softmax(mixes[..., 2 * copies :].unflatten(-1, (copies, copies))).add_(eps)
     return gates[..., :copies] + eps, gates[..., copies:] * 2, sinkhorn(comb, iters, eps)
+
+
+def parts_of(copies: int) -> Tensor:
+    """How many mixes each scale serves."""
+    return torch.tensor((copies, copies, copies * copies))
 
 
 def sinkhorn(comb: F32[Tensor, "b s copies copies"], iters: int, eps: float) -> F32[Tensor, "b s copies copies"]:
@@ -79,8 +83,9 @@ def hc_post(x: Act[Tensor, "b s dim"], stream: Act[Tensor, "b s copies dim"], po
 
 def expanded(x: Tensor, stream: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """`hc_post` of rows [n]."""
-    h = stream.to(torch.float32)
-    mixed = comb[:, 0, :, None] * h[:, 0, None]
-    for j in range(1, h.shape[1]):
-        mixed += comb[:, j, :, None] * h[:, j, None]
-    return (post[..., None] * x.to(torch.float32)[:, None]).add_(mixed).to(stream.dtype)
+    first, *others = stream.to(torch.float32)[:, :, None].unbind(1)
+    shares, *weights = comb[..., None].unbind(1)
+    mixed, term = shares * first, torch.empty(stream.shape, dtype=torch.float32, device=stream.device)
+    for weight, h in zip(weights, others, strict=True):
+        mixed += torch.mul(weight, h, out=term)
+    return torch.mul(post[..., None], x.to(torch.float32)[:, None], out=term).add_(mixed).to(stream.dtype)

@@ -3,12 +3,14 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from v41.backends.cpu.linears import operand
 from v41.backends.cpu.product import single, times
+from v41.backends.cpu.released import in_blocks
 from v41.backends.cpu.widen import plain, sizes
 from v41.spec.numerics import Numerics
 from v41.spec.ops.experts import expert, expert_hidden, expert_weight, experts_held, one_of, swiglu
@@ -59,27 +61,27 @@ def own_experts(ids: I32[Tensor, "n k"], w: Fp4Like) -> list[int]:
 class Packed(NamedTuple):
     """Rows sorted by their expert, each expert's filled up to a multiple of 4: an expert's part of a packed tensor is one slice."""
 
-    place: I64[Tensor, "n k"]  # where the row of each choice lies; `size` for another's expert
+    place: I64[Tensor, "k n"]  # where the row of each choice lies, choices of a row by increasing expert; `size` for another's expert
+    source: I64[Tensor, "m"]  # which choice a packed row is; 0 where it fills up
     slices: list[tuple[int, int, int]]  # expert, first row, end
     size: int
 
 
 def pack(ids: I32[Tensor, "n k"], first: int, end: int) -> Packed:
     """The packing of the choices of experts first .. end - 1."""
-    held = end - first
-    expert = ids.flatten().long() - first
-    expert = torch.where((expert >= 0) & (expert < held), expert, held)
-    counts = torch.bincount(expert, minlength=held + 1)
-    full = (counts + ROWS - 1).div(ROWS, rounding_mode="floor") * ROWS
-    begins = full.cumsum(0) - full
-    order = expert.argsort(stable=True)
-    chosen = expert[order]
-    number = torch.arange(len(order), device=ids.device) - (counts.cumsum(0) - counts)[chosen]
-    size = int(begins[held])
-    place = torch.empty_like(order)
-    place[order] = torch.where(chosen < held, begins[chosen] + number, size)
-    starts = zip(begins.tolist(), counts.tolist(), full.tolist(), strict=True)
-    return Packed(place.view(ids.shape), [(first + e, a, a + f) for e, (a, c, f) in enumerate(starts) if c and e < held], size)
+    held, chosen = end - first, ids.numpy().astype(np.int64) - first
+    expert = np.where((chosen >= 0) & (chosen < held), chosen, held).ravel()
+    counts = np.bincount(expert, minlength=held + 1)
+    full = -(-counts // ROWS) * ROWS
+    begins = full.cumsum() - full
+    size, order = int(begins[held]), expert.argsort(kind="stable")
+    ordered = expert[order]
+    place, source = np.full(expert.shape, size), np.zeros(size + 1, np.int64)
+    place[order] = np.where(ordered < held, begins[ordered] + np.arange(len(order)) - (counts.cumsum() - counts)[ordered], size)
+    source[place] = np.arange(len(place))
+    ascending = np.take_along_axis(place.reshape(chosen.shape), chosen.argsort(-1, kind="stable"), 1)
+    slices = [(first + e, int(begins[e]), int(begins[e] + full[e])) for e in counts[:held].nonzero()[0].tolist()]
+    return Packed(torch.from_numpy(np.ascontiguousarray(ascending.T)), torch.from_numpy(source[:-1]), slices, size)
 
 
 def batches(ids: I32[Tensor, "n k"], held: int) -> list[tuple[int, int]]:
@@ -109,13 +111,13 @@ def packed_experts(
 ) -> F32[Tensor, "n dim"]:
     """Each expert's products on its slice of the packed rows, everything between them on all rows at once. `rounded`: the dtype of an output."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    rows, ascending = operand(x, numerics), ids.argsort(-1)
+    rows = operand(x, numerics)
     for first, end in batches(ids, experts_held(w1)):
         packed = pack(ids, first, end)
         hidden = packed_hidden(rows, weights, packed, w1, w3, limit, numerics, x.dtype)
-        out = functional.pad(over(hidden, packed, w2).to(rounded), (0, 0, 0, 1)).float()
-        for at in packed.place.gather(1, ascending).unbind(1):
-            total += out[at]
+        out = functional.pad(over(hidden, packed, numerics, w2).to(rounded), (0, 0, 0, 1)).float()
+        for at in packed.place:
+            total += out.index_select(0, at)
     return total
 
 
@@ -123,17 +125,15 @@ def packed_hidden(
     rows: F32[Tensor, "n dim"], weights: F32[Tensor, "n k"], packed: Packed, w1: Fp4Like, w3: Fp4Like, limit: float, numerics: Numerics, dtype: torch.dtype
 ) -> F32[Tensor, "m inter"]:
     """What w2 multiplies, of every packed row."""
-    place = packed.place.flatten()
-    source = torch.zeros(packed.size + 1, dtype=torch.int64, device=rows.device)
-    source[place] = torch.arange(len(place), device=rows.device)
-    source = source[:-1]
-    x, weight = rows[source.div(max(packed.place.shape[1], 1), rounding_mode="floor")], weights.flatten()[source]
-    gated, up = over(x, packed, w1, w3).to(dtype).chunk(2, 1)
+    choices = max(packed.place.shape[0], 1)
+    x, weight = rows.index_select(0, packed.source // choices), weights.flatten().index_select(0, packed.source)
+    gated, up = over(x, packed, numerics, w1, w3).to(dtype).chunk(2, 1)
     return operand((weight[:, None] * swiglu(up, gated, limit, numerics)).to(dtype), numerics)
 
 
-def over(x: F32[Tensor, "m in"], packed: Packed, *weights: Fp4Like) -> F32[Tensor, "m out"]:
+def over(x: F32[Tensor, "m in"], packed: Packed, numerics: Numerics, *weights: Fp4Like) -> F32[Tensor, "m out"]:
     """Each expert's products on its rows, those with all weights side by side."""
     if not packed.slices:
         return x.new_zeros((0, sum(sizes(plain(one_of(w, 0)))[0] for w in weights)))
-    return torch.cat([times(x[a:b], *(one_of(w, e) for w in weights)) for e, a, b in packed.slices])
+    product = in_blocks if numerics.compact else times
+    return torch.cat([product(x[a:b], *(one_of(w, e) for w in weights)) for e, a, b in packed.slices])

@@ -22,8 +22,8 @@ FEW = 128  # rows up to which that is better than to leave threads to one produc
 
 
 def single(numerics: Numerics) -> bool:
-    """Whether sums are the BLAS's in float32. `released` and float64 are left to the spec."""
-    return numerics.wide == torch.float32 and not numerics.compact
+    """Whether sums are in float32. Those in float64 are left to the spec."""
+    return numerics.wide == torch.float32
 
 
 def full_rows(x: F32[Tensor, "*n rows in"]) -> F32[Tensor, "*n m in"]:
@@ -44,7 +44,8 @@ def wide_product(x: F32[Tensor, "m in"], w: F32[Tensor, "out in"]) -> F32[Tensor
     groups = groups_of(rows, outputs, columns)
     if groups == 1:
         return torch.mm(x, w.T)
-    cut = w.view(groups, outputs // groups, columns).transpose(1, 2)
+    part, (step, unit) = outputs // groups, w.stride()
+    cut = w.as_strided((groups, columns, part), (part * step, unit, step))
     return torch.bmm(x.expand(groups, rows, columns), cut).transpose(0, 1).reshape(rows, outputs)
 
 
@@ -62,9 +63,9 @@ def pieces(outputs: int, columns: int) -> Iterator[tuple[int, int]]:
 def times(x: F32[Tensor, "n in"], *weights: Fp8Like | Fp4Like | Matrix) -> F32[Tensor, "n out"]:
     """x @ w.T, not rounded, for the weights one below the other. They are widened into one buffer, a long one piece by piece."""
     rows, matrices = full_rows(x), [plain(w) for w in weights]
-    lengths, columns = [sizes(m)[0] for m in matrices], sizes(matrices[0])[1]
-    outputs = sum(lengths)
-    if outputs * columns <= HELD and (len(lengths) == 1 or min(lengths) >= LEAST):
+    shapes = [sizes(m) for m in matrices]
+    outputs, columns = sum(n for n, _ in shapes), shapes[0][1]
+    if outputs * columns <= HELD and (len(shapes) == 1 or min(shapes)[0] >= LEAST):
         y = wide_product(rows, widened(matrices, room(outputs, columns, x.device)))
     else:
         y = torch.cat([part for m in matrices for part in by_pieces(rows, m)], 1)
@@ -73,18 +74,18 @@ def times(x: F32[Tensor, "n in"], *weights: Fp8Like | Fp4Like | Matrix) -> F32[T
 
 def widened(matrices: list[Matrix], space: Tensor) -> Tensor:
     """The space, with the matrices one below the other."""
-    a = 0
-    for m in matrices:
-        b = a + sizes(m)[0]
-        widen(m, space[a:b])
-        a = b
+    if len(matrices) == 1:
+        widen(matrices[0], space)
+        return space
+    lengths = [sizes(m)[0] for m in matrices]
+    for m, into in zip(matrices, space.split(lengths), strict=True):
+        widen(m, into)
     return space
 
 
 def by_pieces(x: F32[Tensor, "m in"], matrix: Matrix) -> Iterator[F32[Tensor, "m piece"]]:
     """The product with ranges of outputs."""
     outputs, columns = sizes(matrix)
-    cuts = list(pieces(outputs, columns))
-    space = room(max(b - a for a, b in cuts), columns, x.device)
-    for a, b in cuts:
-        yield wide_product(x, widened([some_rows(matrix, a, b)], space[: b - a]))
+    for a, b in pieces(outputs, columns):
+        part = matrix if (a, b) == (0, outputs) else some_rows(matrix, a, b)
+        yield wide_product(x, widened([part], room(b - a, columns, x.device)))

@@ -8,6 +8,7 @@ from v41.spec.ops import rope as spec
 from v41.spec.types import F32, I32, Act
 
 LANES = 8  # complex numbers in a vector register: what is left of a row is multiplied by another instruction, with other last bits
+ONE = torch.ones(())
 
 
 def rope(x: Act[Tensor, "*rows n"], positions: I32[Tensor, "*lead"], f: F32[Tensor, "half"]) -> Act[Tensor, "*rows n"]:
@@ -24,9 +25,8 @@ def fits(x: Tensor, f: Tensor) -> bool:
 
 
 def turned(x: Tensor, positions: Tensor, f: Tensor, sign: float) -> Tensor:
-    angle = positions.to(torch.float32)[..., None] * f
-    angle = angle.view(positions.shape + (1,) * (x.ndim - positions.ndim - 1) + f.shape)
-    circle = torch.polar(torch.ones_like(angle), angle if sign > 0 else -angle)
+    angle = positions.to(torch.float32)[..., None] * (f if sign > 0 else -f)
+    circle = torch.polar(ONE, angle).view(positions.shape + (1,) * (x.ndim - positions.ndim - 1) + f.shape)
     out = x.clone(memory_format=torch.contiguous_format)
     turn = out[..., x.shape[-1] - 2 * f.shape[0] :]
     pairs = torch.view_as_complex(turn.to(torch.float32).unflatten(-1, (-1, 2)))

@@ -5,6 +5,8 @@ fp8 and fp4 codes become float16 by moving their bits: the fields of float16 are
 value is then short of a power of two, which joins the block's scale.
 """
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -16,12 +18,28 @@ PIECE = 1 << 18  # codes whose steps stay in the second-level cache
 FP8_SHORT, FP4_SHORT = 2.0**8, 2.0**14  # what a code moved into float16 lacks: the difference of the exponent biases
 FP8_MOST, FP4_MOST = 127 + 127 - 8, 127 + 127 - 14  # scale bytes up to which scale times that is finite
 
+SCRATCH = 1 << 20  # floats of a thread's scratch
+
 Matrix = Fp8 | Fp4 | Tensor
 
 
+class Scratch(threading.local):
+    """One thread's space for widened weights: memory that stays in the cache, and that the system need not clear for every product."""
+
+    floats: Tensor | None = None
+
+
+scratch = Scratch()
+
+
 def room(rows: int, width: int, device: torch.device) -> Tensor:
-    """Space for a float32 matrix whose rows do not collide in the cache."""
-    return torch.empty((rows, width + PAD), dtype=torch.float32, device=device)[:, :width]
+    """Space for a float32 matrix whose rows do not collide in the cache. A small one is the thread's scratch: until the next call."""
+    if rows * (width + PAD) > SCRATCH or device.type != "cpu":
+        return torch.empty((rows, width + PAD), dtype=torch.float32, device=device)[:, :width]
+    if scratch.floats is None:
+        with torch.inference_mode(False):
+            scratch.floats = torch.empty(SCRATCH, dtype=torch.float32)
+    return scratch.floats.as_strided((rows, width), (width + PAD, 1))
 
 
 def plain(w: Fp8Like | Fp4Like | Matrix) -> Matrix:
@@ -32,7 +50,8 @@ def plain(w: Fp8Like | Fp4Like | Matrix) -> Matrix:
 def sizes(w: Matrix) -> tuple[int, int]:
     """(rows, columns) of one matrix."""
     if isinstance(w, Tensor):
-        return w.shape[0], w.shape[1]
+        rows, columns = w.shape
+        return rows, columns
     return w.weight.shape[0], w.weight.shape[1] * (2 if isinstance(w, Fp4) else 1)
 
 

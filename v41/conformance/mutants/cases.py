@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from v41.backends.cpu import moe as cpu_moe
 from v41.conformance.mutants import attend as a
 from v41.conformance.mutants import layer as b
 from v41.conformance.mutants.kit import Change, Mutant, configured, loaded, patch, swap
@@ -224,14 +223,8 @@ MUTANTS = [
     Mutant("routing weights not scaled", "9", "prefill", "layers.0.route_weights", swap(gate=b.gate_with(route_scale=1.0))),
     Mutant("router in bfloat16", "9", "prefill", "layers.0.ffn_out", swap(gate=b.bf16_gate)),
     Mutant("scores without their square root", "9", "prefill", "layers.0.route_weights", patch((experts, "score", b.plain_softplus))),
-    Mutant("routing weight after w2", "9", "prefill", "layers.0.ffn_out", patch((cpu_moe, "expert", b.weight_last), (experts, "expert", b.weight_last))),
-    Mutant(
-        "gate and up exchanged",
-        "9",
-        "prefill",
-        "layers.0.ffn_out",
-        patch((cpu_moe, "expert", b.swapped_gate_and_up), (experts, "expert", b.swapped_gate_and_up)),
-    ),
+    Mutant("routing weight after w2", "9", "prefill", "layers.0.ffn_out", patch((experts, "expert", b.weight_last))),
+    Mutant("gate and up exchanged", "9", "prefill", "layers.0.ffn_out", patch((experts, "expert", b.swapped_gate_and_up))),
     Mutant("no shared expert", "9", "prefill", "layers.0.ffn_out", swap(shared_expert=b.no_shared_expert)),
     Mutant("no clamp", "9", "vectors expert", "expert: fp4.out", patch((experts, "swiglu", b.swiglu_with(lambda up, gate, limit: (up, gate))))),
     Mutant(
