@@ -362,6 +362,31 @@ def test_attention_over_parts_of_the_queries_is_that_over_all(monkeypatch):
     assert same_bits(backend.sparse_attn(*args, sink, 0.2, FAITHFUL), want)
 
 
+@every
+def test_runs_that_no_query_lists_are_left_out_and_change_nothing(monkeypatch, numerics):
+    calls = []
+    monkeypatch.setattr(attend, "gather", lambda *a, body=attend.gather: calls.append((a[1].shape[2], a[3].shape[2])) or body(*a))
+    sizes = []
+    for near, far in (
+        (slice(0, 200), slice(0, 90)),
+        (slice(70, 80), slice(0, 0)),
+        (slice(64, 128), slice(56, 57)),
+        (slice(0, 0), slice(60, 90)),
+        (slice(0, 0),) * 2,
+    ):
+        lists = listed(5, 200, 60, 0.3), listed(5, 90, 33, 0.3)
+        for one, part in zip(lists, (near, far), strict=True):
+            kept = one[:, :, part].clone()
+            one.fill_(-1)
+            one[:, :, part] = kept
+            one[:, 0, part.start : part.start + (part.stop > part.start)] = 7
+        args = act(numerics, 2, 5, 4, 32), act(numerics, 2, 60, 32), lists[0], act(numerics, 2, 33, 32), lists[1]
+        assert same("sparse_attn", *args, torch.randn(4), 0.2, numerics), (near, far)
+        sizes.append(calls[-1] if calls else None)
+    if numerics in (FAITHFUL, EXACT, RELEASED):
+        assert sizes == [(200, 90), (64, 0), (136, 90), (0, 34), (0, 0)]
+
+
 def test_what_is_told_here_is_every_body_that_the_backend_replaces():
     told = {"linear", "partial_linear", "plain_linear", "wide_linear", "grouped_linear", "experts", "shared_expert", "act_round", "index_round"}
     told |= {"rms_norm", "rope", "rope_inverse", "hc_mixes", "hc_post", "sparse_attn", "seen_rows"}  # seen_rows: tests/test_definitions.py
@@ -381,6 +406,7 @@ WRONG = {
     "products of one row": (product, "full_rows", lambda x: x, lambda: same("partial_linear", act(EXACT, 1, 256), fp8(264, 256), EXACT)),
     "pieces of eight outputs": (product, "pieces", lambda n, c: ((a, a + 8) for a in range(0, n, 8)), lambda: small_pieces()),
     "no step between columns": (mix, "by_products", lambda comb, steps, eps: comb, lambda: mixed()),
+    "a live run left out": (attend, "live_runs", lambda live: (64, live.shape[2]), lambda: attended()),
     "runs of 32 slots": (attend, "RUN", 32, lambda: attended()),
 }
 

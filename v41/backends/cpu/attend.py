@@ -12,7 +12,7 @@ from v41.spec.ops import attend as spec
 from v41.spec.ops.attend import RUN
 from v41.spec.types import F32, I32, Act, Flag
 
-GATHERED = 1 << 19  # numbers of gathered rows that are held at once: they are written, and read twice, in the cache
+GATHERED = 1 << 20  # numbers of gathered rows that are held at once: they are written, and read twice, in the cache
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
@@ -40,9 +40,20 @@ def sparse_attn(
     step, outs = max(GATHERED // max(listed * q.shape[0] * window.shape[2], 1), 1), []
     for a in range(0, q.shape[1], step):
         near, far = window_idxs[:, a : a + step], topk_idxs[:, a : a + step]
+        live = torch.cat((near, far), 2) >= 0
+        first, end = (0, listed) if numerics.device else live_runs(live)
+        near, far = near[:, :, first:end], far[:, :, max(first - near.shape[2], 0) : max(end - near.shape[2], 0)]
         kv = gather(window, near, compressed, far)
-        outs.append(attend(q[:, a : a + step], kv, torch.cat((near, far), 2) >= 0, attn_sink, scale, listed if numerics.device else RUN))
+        outs.append(attend(q[:, a : a + step], kv, live[:, :, first:end], attn_sink, scale, listed if numerics.device else RUN))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+
+def live_runs(live: Flag[Tensor, "b s n"]) -> tuple[int, int]:
+    """The slots from the first run with a slot that some query lists to the last one. The runs around them add exact zeros."""
+    at = live.flatten(0, 1).any(0).nonzero()
+    if not len(at):
+        return 0, 0
+    return int(at[0]) // RUN * RUN, min(-(-(int(at[-1]) + 1) // RUN) * RUN, live.shape[2])
 
 
 def gather(window: Tensor, near: Tensor, compressed: Tensor, far: Tensor) -> F32[Tensor, "b s n d"]:

@@ -14,7 +14,8 @@ from v41.spec.types import F32, Act
 
 TERMS = 4  # up to here torch adds one term after the other in every layout, in sums and in products of small matrices
 FEW = 64  # rows from which operations that run along the rows of the call pay
-TOGETHER = 16  # rows whose products are held at once
+AT_ONCE = 256  # rows whose stream is float32 at once; a multiple of 4
+TOGETHER = 128  # rows whose products are held at once
 LONG = 8  # rows from which the passes over memory cost more than the operations
 
 
@@ -31,12 +32,20 @@ def hc_mixes(
 ) -> tuple[spec.Pre, spec.Pre, spec.Comb]:
     if not single(numerics) or numerics.compact:
         return spec.hc_mixes(stream, fn, scale, base, iters=iters, eps=eps, norm_eps=norm_eps, numerics=numerics)
-    copies, flat = stream.shape[2], stream.to(torch.float32).flatten(2)
-    inverse = flat.square().mean(-1, keepdim=True).add_(norm_eps).rsqrt_()
-    mixes = wide_linear(flat, fn, numerics).mul_(inverse).mul_(scale.repeat_interleave(parts_of(copies))).add_(base)
+    copies = stream.shape[2]
+    parts = [projected(part, fn, norm_eps, numerics) for part in stream.flatten(0, 1).split(AT_ONCE)]
+    mixes = (parts[0] if len(parts) == 1 else torch.cat(parts)).unflatten(0, stream.shape[:2])
+    mixes = mixes.mul_(scale.repeat_interleave(parts_of(copies))).add_(base)
     gates = sigmoid(mixes[..., : 2 * copies], numerics)
     comb = spec.row_softmax(mixes[..., 2 * copies :].unflatten(-1, (copies, copies))).add_(eps)
     return gates[..., :copies] + eps, gates[..., copies:] * 2, sinkhorn(comb, iters, eps)
+
+
+def projected(rows: Act[Tensor, "n copies dim"], fn: F32[Tensor, "mixes flat"] | Tiled, eps: float, numerics: Numerics) -> F32[Tensor, "n mixes"]:
+    """The projection of each row, normalized."""
+    flat = rows.to(torch.float32).flatten(1)
+    inverse = flat.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return wide_linear(flat, fn, numerics).mul_(inverse)
 
 
 def parts_of(copies: int) -> Tensor:

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routed experts that have rows, and only their rows."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from v41.backends.cpu.linears import operand
 from v41.backends.cpu.product import single, times
 from v41.backends.cpu.released import in_blocks
-from v41.backends.cpu.widen import plain, sizes
 from v41.spec.numerics import Numerics
 from v41.spec.ops.experts import expert, expert_hidden, expert_weight, experts_held, one_of, swiglu
 from v41.spec.ops.linear import partial_quantized
@@ -19,6 +18,7 @@ from v41.spec.ops.product import ROWS
 from v41.spec.table import Fp4Like
 from v41.spec.types import F32, I32, I64, Act, Wide
 
+TOGETHER = 1 << 9  # rows of the operations between products
 AT_ONCE = 1 << 12  # rows that are held at once, so that memory does not grow with rows times experts of each
 
 
@@ -109,31 +109,40 @@ def packed_experts(
     numerics: Numerics,
     rounded: torch.dtype,
 ) -> F32[Tensor, "n dim"]:
-    """Each expert's products on its slice of the packed rows, everything between them on all rows at once. `rounded`: the dtype of an output."""
+    """Each expert's products on its slice of the packed rows, everything between them on many rows at once. `rounded`: the dtype of an output."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    rows = operand(x, numerics)
+    rows, flat, choices = operand(x, numerics), weights.flatten(), max(ids.shape[1], 1)
     for first, end in batches(ids, experts_held(w1)):
         packed = pack(ids, first, end)
-        hidden = packed_hidden(rows, weights, packed, w1, w3, limit, numerics, x.dtype)
-        out = functional.pad(over(hidden, packed, numerics, w2).to(rounded), (0, 0, 0, 1)).float()
+        out = torch.zeros((packed.size + 1, x.shape[1]), dtype=torch.float32, device=x.device)  # the last row is another's expert
+        for a, b, slices in parts(packed.slices):
+            source = packed.source[a:b]
+            gated, up = over(rows.index_select(0, source // choices), slices, numerics, w1, w3).to(x.dtype).chunk(2, 1)
+            hidden = flat.index_select(0, source)[:, None] * swiglu(up, gated, limit, numerics)
+            out[a:b] = over(operand(hidden.to(x.dtype), numerics), slices, numerics, w2).to(rounded)
         for at in packed.place:
             total += out.index_select(0, at)
     return total
 
 
-def packed_hidden(
-    rows: F32[Tensor, "n dim"], weights: F32[Tensor, "n k"], packed: Packed, w1: Fp4Like, w3: Fp4Like, limit: float, numerics: Numerics, dtype: torch.dtype
-) -> F32[Tensor, "m inter"]:
-    """What w2 multiplies, of every packed row."""
-    choices = max(packed.place.shape[0], 1)
-    x, weight = rows.index_select(0, packed.source // choices), weights.flatten().index_select(0, packed.source)
-    gated, up = over(x, packed, numerics, w1, w3).to(dtype).chunk(2, 1)
-    return operand((weight[:, None] * swiglu(up, gated, limit, numerics)).to(dtype), numerics)
+def parts(slices: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
+    """(first row, end, slices counted from there) of experts with up to about `TOGETHER` rows, so that what lies between products is reused."""
+    held: list[tuple[int, int, int]] = []
+    for e, a, b in slices:
+        if held and b - held[0][1] > TOGETHER:
+            yield part_of(held)
+            held = []
+        held.append((e, a, b))
+    if held:
+        yield part_of(held)
 
 
-def over(x: F32[Tensor, "m in"], packed: Packed, numerics: Numerics, *weights: Fp4Like) -> F32[Tensor, "m out"]:
+def part_of(slices: list[tuple[int, int, int]]) -> tuple[int, int, list[tuple[int, int, int]]]:
+    first = slices[0][1]
+    return first, slices[-1][2], [(e, a - first, b - first) for e, a, b in slices]
+
+
+def over(x: F32[Tensor, "m in"], slices: list[tuple[int, int, int]], numerics: Numerics, *weights: Fp4Like) -> F32[Tensor, "m out"]:
     """Each expert's products on its rows, those with all weights side by side."""
-    if not packed.slices:
-        return x.new_zeros((0, sum(sizes(plain(one_of(w, 0)))[0] for w in weights)))
     product = in_blocks if numerics.compact else times
-    return torch.cat([product(x[a:b], *(one_of(w, e) for w in weights)) for e, a, b in packed.slices])
+    return torch.cat([product(x[a:b], *(one_of(w, e) for w in weights)) for e, a, b in slices])
