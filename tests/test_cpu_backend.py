@@ -191,6 +191,15 @@ def test_block_sums_are_rounded_once_whatever_the_activations_are():
             assert same_bits(released.in_blocks(rows.float(), w), want) and same_bits(released.in_blocks(rows.float(), as_values(w)[0]), want)
 
 
+def test_block_sums_do_not_depend_on_how_many_are_held(monkeypatch):
+    x, w = quant.act_round(act(RELEASED, 21, 96), RELEASED), fp8(200, 96)
+    want = spec_product.block_product(x, quant.dequantize(w, torch.float32), RELEASED)
+    for held, together in ((1, 128), (1 << 21, 4), (1 << 12, 5), (1 << 21, 128)):
+        monkeypatch.setattr(released, "HELD", held)
+        monkeypatch.setattr(released, "TOGETHER", together)
+        assert same_bits(released.in_blocks(x.float(), w), want), (held, together)
+
+
 def test_rows_that_are_told_exact_have_sums_without_any_rounding():
     for spread in (0, 3, 6, 9):
         x = quant.act_round(act(RELEASED, 200, 32) * torch.exp2(-spread * torch.rand(200, 32)), RELEASED).float()

@@ -15,6 +15,7 @@ from v41.spec.table import Fp4, Fp4Like, Fp8Like
 from v41.spec.types import F32, Flag
 
 HELD = 1 << 21  # partial sums that are float64 at once
+TOGETHER = 128  # rows of them
 EXACT = 0.99 * 2.0**24 / 12  # a block of fp4 weights has values of up to 12 times the lowest bit of one
 SCALES, LARGEST, LOWEST = (127 - 60, 127 + 60), 2.0**50, 2.0**-80  # bytes and numbers between which no product over- or underflows
 
@@ -72,15 +73,21 @@ def single_blocks(x: F32[Tensor, "m in"], w: F32[Tensor, "out in"], exact: Flag[
 
 
 def double_blocks(x: F32[Tensor, "m in"], w: F32[Tensor, "out in"]) -> F32[Tensor, "m out"]:
-    """Each block's product in float64, for some rows at once."""
+    """Each block's product in float64, where it is exact, for some rows and some outputs at once."""
+    return torch.cat([torch.cat([some_blocks(rows, part) for part in w.split(outputs_of(rows))], 1) for rows in x.split(TOGETHER)])
+
+
+def outputs_of(rows: F32[Tensor, "m in"]) -> int:
+    """Outputs whose partial sums are held at once."""
+    return max(HELD // max(rows.numel() // BLOCK, 1), BLOCK)
+
+
+def some_blocks(x: F32[Tensor, "m in"], w: F32[Tensor, "out in"]) -> F32[Tensor, "m out"]:
     blocks = w.double().unflatten(-1, (-1, BLOCK)).permute(1, 2, 0)
-    found = []
-    for part in x.double().unflatten(-1, (-1, BLOCK)).transpose(0, 1).split(max(HELD // (blocks.shape[0] * len(w)), 1), 1):
-        total = torch.zeros((part.shape[1], len(w)), dtype=torch.float32)
-        for block in torch.bmm(part, blocks):
-            total += block.to(torch.float32)
-        found.append(total)
-    return torch.cat(found) if found else torch.zeros((0, len(w)), dtype=torch.float32)
+    total = torch.zeros((len(x), len(w)), dtype=torch.float32)
+    for block in torch.bmm(x.double().unflatten(-1, (-1, BLOCK)).transpose(0, 1), blocks):
+        total += block.to(torch.float32)
+    return total
 
 
 def in_order(x: F32[Tensor, "*n rows in"], w: F32[Tensor, "*n out in"]) -> F32[Tensor, "*n rows out"]:
