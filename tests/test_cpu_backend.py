@@ -162,8 +162,8 @@ def test_threads_that_multiply_at_once_do_not_meet_in_that_space():
     x = act(EXACT, 5, 96)
     want = [product.times(x, w) for w in weights]
     with ThreadPoolExecutor(4) as pool:
-        for got in pool.map(lambda w: [product.times(x, w) for _ in range(50)], weights):
-            assert any(all(same_bits(g, one) for g in got) for one in want)
+        found = pool.map(lambda w: [product.times(x, w) for _ in range(50)], weights)
+        assert all(same_bits(g, one) for got, one in zip(found, want, strict=True) for g in got)
 
 
 # The order of `released`
@@ -270,6 +270,9 @@ def test_experts_in_batches_and_experts_without_rows_change_nothing(monkeypatch,
     ids = routed(40, 5, 3)
     assert len(moe.batches(ids, 6)) > 2
     assert same("experts", act(numerics, 40, 64), torch.rand(40, 3), ids, *w, limit=1.5, numerics=numerics)
+    monkeypatch.setattr(moe, "TOGETHER", 8)
+    assert len(list(moe.parts(moe.pack(ids, 0, 6).slices))) > 2
+    assert same("experts", act(numerics, 40, 64), torch.rand(40, 3), ids, *w, limit=1.5, numerics=numerics)
     none = torch.full((3, 2), 9, dtype=torch.int32)
     got = backend.experts(act(numerics, 3, 64), torch.rand(3, 2), none, *w, limit=1.5, numerics=numerics)
     assert same_bits(got, torch.zeros(3, 64))
@@ -336,6 +339,16 @@ def test_mixes_and_expansion_have_the_bits_of_the_spec(numerics, copies):
         assert same("hc_mixes", stream, fn, scale, base, iters=20, eps=1e-6, norm_eps=1e-20, numerics=numerics), rows
         _, post, comb = SPEC.hc_mixes(stream, fn, scale, base, iters=3, eps=1e-6, norm_eps=1e-20, numerics=numerics)
         assert same("hc_post", x, stream, post, comb), rows
+
+
+@fast
+def test_mixes_and_expansion_of_parts_of_the_rows_are_those_of_all(monkeypatch, numerics):
+    monkeypatch.setattr(mix, "AT_ONCE", 4)
+    monkeypatch.setattr(mix, "TOGETHER", 3)
+    stream = act(numerics, 2, 7, 4, 32)
+    args = torch.randn(24, 128) / 8, torch.rand(3), torch.randn(24)
+    assert same("hc_mixes", stream, *args, iters=20, eps=1e-6, norm_eps=1e-20, numerics=numerics)
+    assert same("hc_post", act(numerics, 2, 7, 32), stream, torch.rand(2, 7, 4), torch.rand(2, 7, 4, 4))
 
 
 def listed(rows: int, width: int, held: int, dead: float) -> Tensor:

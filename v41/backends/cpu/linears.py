@@ -22,9 +22,14 @@ def operand(x: Act[Tensor, "*rows in"], numerics: Numerics) -> F32[Tensor, "n in
     return act_values(rows, numerics) if numerics.rounds else rows
 
 
+def products(x: F32[Tensor, "n in"], numerics: Numerics, *weights: Fp8Like | Fp4Like) -> F32[Tensor, "n out"]:
+    """What `operand` gave times each weight, side by side, summed in the order of the regime and not rounded."""
+    return (in_blocks if numerics.compact else times)(x, *weights)
+
+
 def quantized(x: Act[Tensor, "*rows in"], numerics: Numerics, *weights: Fp8Like | Fp4Like) -> Wide[Tensor, "n out"]:
     """The products of all rows with the weights, side by side, not rounded."""
-    return (in_blocks if numerics.compact else times)(operand(x, numerics), *weights)
+    return products(operand(x, numerics), numerics, *weights)
 
 
 def linear(x: Act[Tensor, "*rows in"], w: Fp8Like, numerics: Numerics) -> Act[Tensor, "*rows out"]:

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from v41.backends.cpu.linears import operand
-from v41.backends.cpu.product import single, times
-from v41.backends.cpu.released import in_blocks
+from v41.backends.cpu.linears import operand, products
+from v41.backends.cpu.product import single
 from v41.spec.numerics import Numerics
 from v41.spec.ops.experts import expert, expert_hidden, expert_weight, experts_held, one_of, swiglu
 from v41.spec.ops.linear import partial_quantized
@@ -115,7 +114,8 @@ def packed_experts(
     for first, end in batches(ids, experts_held(w1)):
         packed = pack(ids, first, end)
         out = torch.zeros((packed.size + 1, x.shape[1]), dtype=torch.float32, device=x.device)  # the last row is another's expert
-        for a, b, slices in parts(packed.slices):
+        for slices in parts(packed.slices):
+            a, b = slices[0][1], slices[-1][2]
             source = packed.source[a:b]
             gated, up = over(rows.index_select(0, source // choices), slices, numerics, w1, w3).to(x.dtype).chunk(2, 1)
             hidden = flat.index_select(0, source)[:, None] * swiglu(up, gated, limit, numerics)
@@ -125,24 +125,19 @@ def packed_experts(
     return total
 
 
-def parts(slices: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
-    """(first row, end, slices counted from there) of experts with up to about `TOGETHER` rows, so that what lies between products is reused."""
+def parts(slices: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """The slices of experts with up to about `TOGETHER` rows, so that memory of what lies between products is reused."""
     held: list[tuple[int, int, int]] = []
     for e, a, b in slices:
         if held and b - held[0][1] > TOGETHER:
-            yield part_of(held)
+            yield held
             held = []
         held.append((e, a, b))
     if held:
-        yield part_of(held)
-
-
-def part_of(slices: list[tuple[int, int, int]]) -> tuple[int, int, list[tuple[int, int, int]]]:
-    first = slices[0][1]
-    return first, slices[-1][2], [(e, a - first, b - first) for e, a, b in slices]
+        yield held
 
 
 def over(x: F32[Tensor, "m in"], slices: list[tuple[int, int, int]], numerics: Numerics, *weights: Fp4Like) -> F32[Tensor, "m out"]:
-    """Each expert's products on its rows, those with all weights side by side."""
-    product = in_blocks if numerics.compact else times
-    return torch.cat([product(x[a:b], *(one_of(w, e) for w in weights)) for e, a, b in slices])
+    """Each expert's products on its rows, those with all weights side by side. Row 0 is the first of the slices."""
+    first = slices[0][1]
+    return torch.cat([products(x[a - first : b - first], numerics, *(one_of(w, e) for w in weights)) for e, a, b in slices])

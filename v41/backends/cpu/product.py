@@ -74,11 +74,7 @@ def times(x: F32[Tensor, "n in"], *weights: Fp8Like | Fp4Like | Matrix) -> F32[T
 
 def widened(matrices: list[Matrix], space: Tensor) -> Tensor:
     """The space, with the matrices one below the other."""
-    if len(matrices) == 1:
-        widen(matrices[0], space)
-        return space
-    lengths = [sizes(m)[0] for m in matrices]
-    for m, into in zip(matrices, space.split(lengths), strict=True):
+    for m, into in zip(matrices, space.split([sizes(m)[0] for m in matrices]), strict=True):
         widen(m, into)
     return space
 
@@ -86,6 +82,7 @@ def widened(matrices: list[Matrix], space: Tensor) -> Tensor:
 def by_pieces(x: F32[Tensor, "m in"], matrix: Matrix) -> Iterator[F32[Tensor, "m piece"]]:
     """The product with ranges of outputs."""
     outputs, columns = sizes(matrix)
-    for a, b in pieces(outputs, columns):
-        part = matrix if (a, b) == (0, outputs) else some_rows(matrix, a, b)
-        yield wide_product(x, widened([part], room(b - a, columns, x.device)))
+    cuts = list(pieces(outputs, columns))
+    space = room(max(b - a for a, b in cuts), columns, x.device)
+    for a, b in cuts:
+        yield wide_product(x, widened([some_rows(matrix, a, b)], space[: b - a]))

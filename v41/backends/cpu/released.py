@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products in the order of the regime `released` (v41/spec/ops/product.py), without its tables and its operation for every column.
+"""Products in the order of the regime `released` (v41/spec/ops/product.py), without its tables.
 
 Terms are exact in float32: an activation has up to 8 significant bits, a weight up to 8.
 """

@@ -17,7 +17,6 @@ PAD = 16  # floats behind each row: rows a multiple of 4096 bytes apart fall int
 PIECE = 1 << 18  # codes whose steps stay in the second-level cache
 FP8_SHORT, FP4_SHORT = 2.0**8, 2.0**14  # what a code moved into float16 lacks: the difference of the exponent biases
 FP8_MOST, FP4_MOST = 127 + 127 - 8, 127 + 127 - 14  # scale bytes up to which scale times that is finite
-
 SCRATCH = 1 << 20  # floats of a thread's scratch
 
 Matrix = Fp8 | Fp4 | Tensor
